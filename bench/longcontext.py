@@ -222,7 +222,7 @@ def front(args: argparse.Namespace, every: list[SparseAttention]) -> dict[str, A
     text = Path(args.text).read_text(errors="replace")[args.skip :][: 12 * args.context]
     ids = torch.tensor(vocabulary.tokenizer(path).encode(text)[: args.context])
     assert len(ids) == args.context, "the text is too short"
-    each, shares, diffuse, share_of = list[float](), list[float](), sparse_layers.DIFFUSE, sparse_layers._share
+    shares, diffuse, share_of = list[float](), sparse_layers.DIFFUSE, sparse_layers._share
 
     def told(*of: Any) -> float:
         shares.append(share_of(*of))

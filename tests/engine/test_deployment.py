@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from attar import machine
-from attar.engine import deployment
+from attar.checkpoints.sources.opening import stored
+from attar.engine import deployment, startup
+from attar.evaluation.planning import questions
 from attar.kv.sparse import SparseAttention
 from attar.plan import costs, gpus, report
 from attar.plan.comparison import Hardware, Subject
 from attar.plan.fit import Demand
-from attar.protocol.settings import Settings
+from attar.protocol.settings import IMAGE_CACHE, Settings
 from tests.errors import user_error
+from tests.model.vision import tiny
 
 GB = 10**9
 
@@ -104,3 +111,56 @@ def test_one_bit_keys_take_their_memory() -> None:
     for wrong in ({"kv": "int4"}, {"tp": 2}):
         with user_error("option_conflict"):
             deployment.plan(Settings("", "", sparse_attention="topk:512", **wrong), subject, demand, hardware)
+
+
+@pytest.mark.parametrize(
+    ("given", "sees"),
+    [({}, True), ({"tp": 2}, False), ({"image_cache": 0}, False), ({"kv_eviction": ("sink:4+124",)}, True)],
+)
+def test_a_plan_counts_the_vision_tower_as_a_start_does(given: dict[str, Any], sees: bool) -> None:
+    """Bytes of the tower by transformers' own parameters, and room for features of images."""
+    made = tiny.model("smolvlm")
+    tower = sum(each.nbytes for part in (made.model.vision_model, made.model.connector) for each in part.parameters())
+    subject = questions.subject(str(tiny.folder("smolvlm")))
+    assert subject.vision is not None
+    settings = Settings("m", "m", memory=4 << 30, threads=1, context=256, **given)
+    found = deployment.plan(settings, subject, Demand(256), Hardware(8 << 30, "here", 1e9))
+    images = tower + IMAGE_CACHE if sees else 0
+    assert found.images == images
+    assert found.memory == settings.memory - images
+    assert ("of the vision tower" in found.source) == sees
+    assert report.to_dict(found)["images"] == images
+    assert ("projector and features of images" in report.to_text(found)) == sees
+    if sees and not given:
+        config, storage = stored(tiny.folder("smolvlm"))
+        held = startup.deployment(settings, config, storage)
+        started = startup.fit(settings, held, settings.limits(), 1, 0, images)
+        same = next(row.fit for row in found.rows if row.kv.name == held.kv.name)
+        assert (same.memory, same.blocks, same.context) == (started.memory, started.blocks, started.context)
+
+
+def test_a_plan_of_a_gpu_or_of_text_counts_no_tower(demo: Path) -> None:
+    subject = questions.subject(str(tiny.folder("smolvlm")))
+    gpu = Hardware.of_gpu(gpus.gpu_spec("h100"), None)
+    assert deployment.plan(Settings("m", "m"), subject, Demand(256), gpu).images == 0
+    text = questions.subject(str(demo))
+    assert text.vision is None
+    assert deployment.image_bytes(Settings("m", "m"), text) == 0
+
+
+def test_a_plan_in_less_memory_than_the_tower_is_refused() -> None:
+    subject = questions.subject(str(tiny.folder("smolvlm")))
+    with user_error("memory_insufficient", "the vision tower needs"):
+        deployment.plan(Settings("m", "m", memory=1 << 20), subject, Demand(256), Hardware(8 << 30, "here", 1e9))
+
+
+def test_a_config_json_tells_the_tower(tmp_path: Path) -> None:
+    given = (tiny.folder("smolvlm") / "config.json").read_text()
+    (tmp_path / "config.json").write_text(given)
+    bare = questions.subject(str(tmp_path))
+    whole = questions.subject(str(tiny.folder("smolvlm")))
+    assert bare.vision == whole.vision
+    value = json.loads(given)
+    value["vision_config"]["num_attention_heads"] = 7  # not a tower that is read: it is served as a language model
+    (tmp_path / "config.json").write_text(json.dumps(value))
+    assert questions.subject(str(tmp_path)).vision is None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attar.checkpoints.receipts.receipt import record_tasks
+from attar.checkpoints.receipts.recorded import record_tasks
 from attar.compression.runs.pipeline import compress
 from attar.evaluation.outputs import Figure, Layer, Speed, front, read, tell_apart
 from tests.errors import user_error

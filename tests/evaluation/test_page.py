@@ -14,7 +14,7 @@ import pytest
 from outliers import inject
 from typer.testing import CliRunner
 
-from attar.checkpoints.receipts.receipt import record_tasks
+from attar.checkpoints.receipts.recorded import record_tasks
 from attar.cli.main import app
 from attar.compression.request.request import Target, parse_candidates
 from attar.compression.runs.pipeline import compress

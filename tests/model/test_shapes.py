@@ -23,3 +23,5 @@ def test_every_shape_is_a_configuration() -> None:
     assert all(shape(name).layers > 0 for name in SHAPES)
     with user_error("name_unknown"):
         shape("gpt5")
+    with user_error("name_unknown", "did you mean llama-3.2-3b or llama-3.1-70b?"):
+        shape("llama-3")

@@ -141,6 +141,8 @@ def test_cards_are_named_and_whole() -> None:
         assert each.operations["int8"] >= each.operations["bf16"] >= (1e14 if each.verified else 4e13)
     with user_error("name_unknown"):
         gpu_spec("h300")
+    with user_error("name_unknown", "did you mean h100"):
+        gpu_spec("h1000")
 
 
 def test_a_plan_for_a_card() -> None:

@@ -52,6 +52,16 @@ def test_what_a_server_would_say_is_in_the_plan() -> None:
     assert f"\n{report.startup(made.rows[0].fit, SCHEMES['float32'])}\n" in report.to_text(made)
 
 
+def test_the_table_is_of_the_choice_that_fits() -> None:
+    made = plan(SUBJECT, Demand(2048, 8), Hardware(3 * 10**9, "--memory"), Precisions([Storage(), W4], USUAL_KV))
+    first = next(row for row in made.rows if row.fits)
+    assert first.weights == "w4g128"
+    text = report.to_text(made)
+    assert f"with w4g128 weights and the KV cache in {first.kv.name} a server has:" in text
+    assert f"\n{report.startup(first.fit, first.kv)}\n" in text
+    assert "-" not in report.startup(made.rows[0].fit, first.kv), "no use of memory is negative"
+
+
 def test_blocks_that_are_kept_free_are_told_where_more_than_one_may_run() -> None:
     """256 blocks hold 32 requests of 512 tokens, and the scheduler lets 31 in."""
     found = fit.fit(INT8, 16 * 10**9, 512, CacheLimits(32 * 512))

@@ -399,6 +399,9 @@ def test_a_missing_template_is_an_error_that_says_what_to_do(tmp_path: Path) -> 
 
 
 def test_bad_folders(tmp_path: Path) -> None:
+    with user_error("file_wrong_kind", "config.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     with user_error("tokenizer_missing"):
         Tokenizer.load(tmp_path)
     _folder(tmp_path, {"bos_token": 5})

@@ -66,6 +66,10 @@ class CompressConfig(options.OutputConfig):
         "Calibration", "FILE", f"{options.CALIBRATION_TEXT} rtn and hqq need none, unless the scheme fixes activation "
         "scales (nvfp4, w8a8-static). GGUF mixes need none, and weight errors by it if given.",
     )] = None  # fmt: skip
+    calib_images: Annotated[Path | None, option(
+        "Calibration", "FOLDER", "Images beside --calib, for a vision-language model: a folder whose metadata.jsonl "
+        "has lines with file_name and text. At most --samples are used; what a sequence has left is filled with text.",
+    )] = None  # fmt: skip
     imatrix: Annotated[Path | None, option(
         "Calibration", "FILE", "Importance matrix for OUT.gguf, from `attar imatrix` or llama.cpp. gptq and its "
         "variants search scales by it, and choose codes by --calib.",
@@ -111,6 +115,7 @@ def compress(config: CompressConfig) -> None:
       attar compress demo ./small --recipe gptq-w4g128 --calib self
       attar compress org/name ./out --calib text.txt --eval heldout.txt
       attar compress ./model out.gguf --recipe q4_k_m --calib text.txt
+      attar compress ./vision ./out --calib text.txt --calib-images ./pictures
       attar compress ./model ./mixed --target-bits 3.5 --calib text.txt
       attar compress model.gguf ./out --requantize --calib text.txt
       attar compress ./model ./draft --as-draft
@@ -123,7 +128,8 @@ def compress(config: CompressConfig) -> None:
             config.source, config.output, recipe=config.recipe or default_recipe(config.output, config.as_draft),
             head=config.head or default_head(config.output, config.as_draft and config.recipe is None),
             target=parse_target(config.target_bits, config.target_size, config.target_kl, config.candidates),
-            calibration=config.calib, imatrix=config.imatrix, evaluation=config.evaluation, samples=config.samples,
+            calibration=config.calib, calib_images=config.calib_images, imatrix=config.imatrix,
+            evaluation=config.evaluation, samples=config.samples,
             length=config.length, seed=config.seed, drawn=config.self_samples, calib_memory=config.calib_memory,
             eval_tokens=config.eval_tokens, max_shard_bytes=config.max_shard, overwrite=config.overwrite,
             resume=not config.restart, device=config.device, as_draft=config.as_draft,
@@ -190,7 +196,7 @@ def gains(done: Compressed) -> Iterator[str]:
             yield f"left out: {each['recipe']} ({each['why']})"
     if (gained := done.gain) is not None:
         yield (
-            f"on {gained['tokens']:,} tokens that calibrated nothing: mean KL {gained['kl']:.3g}, by plain rounding "
+            f"on {gained['tokens']:,} tokens held out from calibration: mean KL {gained['kl']:.3g}; plain rounding has "
             f"{gained['plain']:.3g}"
         )
     if (tuned := done.tuned) is not None:

@@ -160,7 +160,7 @@ def _on_images(config: EvalConfig, images: Path, bar: Progress) -> Report:
         dtype=config.dtype, adapter=config.adapter, progress=bar,
     )  # fmt: skip
     if recorded is not None:
-        from attar.checkpoints.receipts.receipt import record_images
+        from attar.checkpoints.receipts.recorded import record_images
 
         record_images(recorded, found.to_dict())
     return found
@@ -250,7 +250,7 @@ def _on_task(config: EvalConfig, tasks: list[str], bar: Progress) -> TaskReport:
         device=config.device, dtype=config.dtype, adapter=beside, progress=bar,
     )  # fmt: skip
     if recorded is not None:
-        from attar.checkpoints.receipts.receipt import record_tasks
+        from attar.checkpoints.receipts.recorded import record_tasks
 
         record_tasks(recorded, found.to_dict()["tasks"])
     return found

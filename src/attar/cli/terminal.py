@@ -27,7 +27,7 @@ CHECK_FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 LEAST = 10**6  # the least bytes that a number without a unit may mean
 RECIPES = "recipes"  # the stage that contains others
 RESUMED = ("blocks", RECIPES)
-NO_RECEIPT = "no receipt: nothing says what this checkpoint should compute, so no probe is replayed"
+NO_RECEIPT = "this model has no receipt, so its outputs are not checked; attar writes one when it compresses a model"
 
 ASK = """
 import sys

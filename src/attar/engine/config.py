@@ -6,13 +6,17 @@ from dataclasses import dataclass, field
 
 from attar.engine.blocks.moves import PeerBlocks, SavedBlocks
 from attar.engine.images.tower import VisionTower
+from attar.execution import kv_cache
 from attar.kv.eviction import Eviction
 from attar.kv.schemes import KvScheme
 from attar.kv.sparse_prefill import SparsePrefill
+from attar.model.decoder import Decoder
 from attar.model.sparse_layers import SparseLayers
 from attar.protocol.scheduler_config import SchedulerConfig
 from attar.protocol.settings import IMAGE_CACHE
+from attar.protocol.speculation import MAX_DRAFT_TOKENS
 from attar.sampling.drafters.drafter import Drafter
+from attar.sampling.pace import Pace
 
 
 @dataclass(frozen=True)
@@ -51,3 +55,23 @@ class EngineConfig:
     peer: PeerBlocks | None = None
     tower: VisionTower | None = None
     image_cache: int = IMAGE_CACHE
+
+    def check(self, decoder: Decoder, scheme: KvScheme) -> None:
+        """Raise ValueError where settings do not go with a model and its cache's scheme, or with one another."""
+        trees, few = self.draft_tree is not None, self.sparse is not None or self.prefill is not None
+        kv_cache.check(decoder, scheme)
+        if trees:
+            kv_cache.check_trees(decoder, scheme)
+        if self.sparse is not None:
+            self.sparse.settings.check(scheme, decoder.device.type, trees=trees)
+        if self.prefill is not None:
+            self.prefill.check(decoder.device.type, trees=trees)
+        for eviction in self.evictions:
+            kv_cache.check_eviction(decoder, scheme, eviction, self.context)
+            eviction.check(scheme, trees=trees, sparse=few)
+            eviction.check_room(self.blocks)
+
+    def pace(self) -> Pace:
+        """Return what decides how many drafts a step has."""
+        number = self.draft_tokens if self.draft_tree is None else self.draft_tree
+        return Pace(MAX_DRAFT_TOKENS if number is None else number, number is not None, self.limits.max_drafts)

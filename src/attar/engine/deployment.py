@@ -23,7 +23,7 @@ from attar.kv.sparse import LAYOUTS, SparseAttention
 from attar.model.split import Share
 from attar.plan import comparison
 from attar.plan.comparison import Hardware, Plan, Precisions, Subject
-from attar.plan.fit import CacheLimits, Demand
+from attar.plan.fit import CacheLimits, Demand, size
 from attar.plan.gpus import GpuSpec
 from attar.plan.sharing import Sharing
 from attar.plan.steps import StepLimits
@@ -34,8 +34,10 @@ def checkpoint(name: str) -> Subject:
     """Read a checkpoint's headers. Raises ValueError as loading it would."""
     from attar.checkpoints.sources import hub
     from attar.checkpoints.sources.opening import stored
+    from attar.engine.images.limits import tower_of
 
-    return Subject(name, *stored(hub.resolve(name)))
+    path = hub.resolve(name)
+    return Subject(name, *stored(path), tower_of(path)[0])
 
 
 def machine_at_hand(bandwidth: int | None) -> Hardware:
@@ -94,6 +96,9 @@ def plan(settings: Settings, subject: Subject, demand: Demand, hardware: Hardwar
         part = machine.SHARE if settings.kv_fraction is None else 1.0
         memory = int(hardware.memory * part) // (share.count if hardware.gpu is None else 1)
         source = hardware.source
+    images = 0 if hardware.gpu is not None else image_bytes(settings, subject)
+    if images:
+        memory, source = without_images(memory, images, source)
     hardware = replace(
         hardware, memory=memory, source=source + (f", each of {share.count} processes" * (share.count > 1))
     )
@@ -113,10 +118,35 @@ def plan(settings: Settings, subject: Subject, demand: Demand, hardware: Hardwar
 
         folders = [Path(folder) for _, folder in settings.adapters]
         adapters = lora.memory(folders, subject.config, limits.max_step_tokens, share)
-    return comparison.plan(
+    made = comparison.plan(
         subject, demand, hardware, precisions, StepLimits.of(limits, settings.threads or machine.cores()),
         CacheLimits(settings.max_cached_tokens, settings.kv_fraction), adapters, share,
     )  # fmt: skip
+    return replace(made, images=images)
+
+
+def image_bytes(settings: Settings, subject: Subject) -> int:
+    """Return the bytes of a model's vision tower and projector, and of features of images, on a CPU; 0 where an engine
+    of these settings takes no images."""
+    if subject.vision is None:
+        return 0
+    from attar.engine.images.limits import no_images, tower_bytes
+
+    if no_images(settings, subject.vision) is not None:
+        return 0
+    return tower_bytes(subject.vision, subject.storage.dtype) + settings.image_cache
+
+
+def without_images(memory: int, images: int, source: str) -> tuple[int, str]:
+    """Return what of a memory is left beside a vision tower and its images, and where it comes from. Raises UserError
+    where nothing is."""
+    if images > memory:
+        raise UserError(
+            "memory_insufficient",
+            f"the vision tower needs {size(images)}, but there are {size(memory)} ({source}): "
+            f"{size(images - memory)} too little",
+        )
+    return memory - images, f"{source}, less {size(images)} of the vision tower"
 
 
 def _evicting(

@@ -49,11 +49,9 @@ from attar.model.decoder import Decoder
 from attar.plan.sliding import window_of
 from attar.protocol.block_digests import packed
 from attar.protocol.messages import CachedBlocks, Embed, Event, Stats, StepTimes, Submit
-from attar.protocol.speculation import MAX_DRAFT_TOKENS
 from attar.sampling.drafters.drafter import TrialReader
 from attar.sampling.drafters.first_of import reader_of
 from attar.sampling.drafters.forced import ForcedDrafter
-from attar.sampling.pace import Pace
 from attar.sampling.sampler import BadLogits
 from attar.sampling.verify import Drawn, confirmed
 from attar.scheduling.block_journal import BlockJournal
@@ -90,20 +88,9 @@ class Engine:
         bounds: Bottlenecks | None = None,
         runner: Callable[..., Runner] = Runner,
     ) -> None:
-        self.decoder, self.tokenizer, self.eos_ids, self.clock = decoder, tokenizer, config.eos_ids, clock
+        self.decoder, self.clock = decoder, clock
         limits, scheme = config.limits, config.kv or decoder.lossless
-        kv_cache.check(decoder, scheme)
-        if config.draft_tree is not None:
-            kv_cache.check_trees(decoder, scheme)
-        if config.sparse is not None:
-            config.sparse.settings.check(scheme, decoder.device.type, trees=config.draft_tree is not None)
-        if config.prefill is not None:
-            config.prefill.check(decoder.device.type, trees=config.draft_tree is not None)
-        for eviction in config.evictions:
-            kv_cache.check_eviction(decoder, scheme, eviction, config.context)
-            few = config.sparse is not None or config.prefill is not None
-            eviction.check(scheme, trees=config.draft_tree is not None, sparse=few)
-            eviction.check_room(config.blocks)
+        config.check(decoder, scheme)
         bases = kv_cache.bases(decoder, scheme)
         counts = BlockCounts(config.blocks, config.sliding_blocks)
         self.context = config.context
@@ -131,14 +118,10 @@ class Engine:
             self.launcher.draws_all = isinstance(config.drafter, TrialReader)
             if (reader := reader_of(config.drafter)) is not None:
                 self.runner.kind.keep = reader.layers
-        forces = limits.max_drafts > 0 and tokenizer is not None and not self.overlaps
-        if config.drafter is not None or forces:
-            nodes = config.draft_tree
-            number = config.draft_tokens if nodes is None else nodes
-            pace = Pace(MAX_DRAFT_TOKENS if number is None else number, number is not None, limits.max_drafts)
-            forcing = None if tokenizer is None else ForcedDrafter(tokenizer)
-            vocab_size = decoder.config.vocab_size
-            self.speculation = Speculation(config.drafter, pace, vocab_size, forcing, nodes is not None)
+        forcing = None if tokenizer is None else ForcedDrafter(tokenizer)
+        if config.drafter is not None or (forcing is not None and limits.max_drafts > 0 and not self.overlaps):
+            trees, vocab_size = config.draft_tree is not None, decoder.config.vocab_size
+            self.speculation = Speculation(config.drafter, config.pace(), vocab_size, forcing, trees)
         if self.overlaps and self.runner.waits is not None:
             logger.warning("no step is launched before the tokens of the last are known: %s", self.runner.waits)
         self._inflight: InflightStep | None = None  # the next step, where it is on its way
@@ -164,15 +147,9 @@ class Engine:
         self.intake = Intake(decoder, tokenizer, config, self.requests, self.images, self.runner.horizons, clock)
         self.moves: BlockMoves | None = None
         if config.saved is not None or config.peer is not None:
+            pages, salt = self.runner.pages, self.intake.block_salt
             self.moves = BlockMoves(
-                self.scheduler,
-                self.runner.pages,
-                config.saved,
-                config.peer,
-                clock,
-                self.intake.block_salt,
-                self._compute,
-                self.cancel,
+                self.scheduler, pages, config.saved, config.peer, clock, salt, self._compute, self.cancel
             )
         self.steps = self.generated = 0
         self.step_seconds = 0.0

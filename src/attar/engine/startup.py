@@ -156,6 +156,8 @@ def _made(
     dropping = evictions(settings)
     for each in dropping:
         logs.say(f"KV eviction {each}; what it costs on a text: {cost_of(settings, each)}")
+    if dropping and model.tower is not None:
+        logs.say('images: requests with some need "kv_eviction": "none"; --kv-eviction is for those of text alone')
     config = EngineConfig(
         found.blocks, found.context, limits, model.eos_ids, held.kv, names, drafter=drafts,
         draft_tokens=settings.draft_tokens, draft_tree=settings.draft_tree, sparse=layers, prefill=few,

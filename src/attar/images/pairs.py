@@ -104,7 +104,7 @@ class PairPrompts:
         if not self._skipped:
             return ()
         count = len(self._skipped)
-        return (f"{self.folder}: {count} pair{'s' * (count > 1)} of {len(self)} left out: {self._named()}",)
+        return (f"images: {count} pair{'s' * (count > 1)} of {len(self)} left out: {self._named()}",)
 
     def _named(self) -> str:
         more = len(self._skipped) - LISTED

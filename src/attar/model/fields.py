@@ -29,7 +29,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     if len(word) > WORD:
         return ""
     lower = {k.lower(): k for k in known}
-    near = difflib.get_close_matches(word.lower(), lower, n=2, cutoff=0.75)
+    near = [k for k in lower if word and k.startswith(word.lower())][:2]
+    near = near or difflib.get_close_matches(word.lower(), lower, n=2, cutoff=0.75)
     return f"; did you mean {' or '.join(lower[n] for n in near)}?" if near else ""
 
 

@@ -63,5 +63,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 def shape(name: str) -> ModelConfig:
     """Return the configuration of a shape. Raises ValueError on one that is not in the table."""
     if name not in SHAPES:
-        raise UserError("name_unknown", f"unknown shape {name!r}: known are {', '.join(SHAPES)}{nearest(name, SHAPES)}")
+        raise UserError(
+            "name_unknown", f"unknown shape {name!r}: known are {', '.join(sorted(SHAPES))}{nearest(name, SHAPES)}"
+        )
     return read_config(dict(SHAPES[name]))

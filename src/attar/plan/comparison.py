@@ -26,6 +26,7 @@ from attar.kv.sparse import SparseAttention
 from attar.model import shapes
 from attar.model.config import ModelConfig
 from attar.model.split import Share
+from attar.model.vision.config import VisionConfig
 from attar.plan import costs, gpus, steps
 from attar.plan.costs import Storage
 from attar.plan.fit import NO_LIMITS, WHOLE, CacheLimits, Demand, Deployment, Fit, longest, shared, start
@@ -38,11 +39,12 @@ USUAL = ("dense", "w8a8", "w4g128", "w3g128")
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that is planned for: its name, its configuration, and how its weights are stored."""
+    """The model that is planned for: its name, its configuration, how its weights are stored, and its vision tower."""
 
     name: str
     config: ModelConfig
     storage: Storage
+    vision: VisionConfig | None = None
 
     @classmethod
     def shape(cls, name: str, head: str | None) -> Subject:
@@ -183,6 +185,7 @@ class Plan:
     rows: tuple[Row, ...]
     gpu: GpuSpec | None = None
     eviction: Eviction | None = None
+    images: int = 0  # bytes of a vision tower and of features of images, which the memory is without
 
 
 def plan(

@@ -24,6 +24,7 @@ from attar.formats.scheme import ITEM_BITS, Grid, Scheme, multiplied_in
 from attar.formats.weight_formats import Fp8Blocks, Progressive
 from attar.kv.schemes import SCHEMES, KvScheme
 from attar.model.config import ModelConfig
+from attar.model.fields import nearest
 from attar.plan import costs, steps
 from attar.plan.costs import BLOCK, Matrix, Storage, WeightBytes
 from attar.plan.roofline import Rates
@@ -102,7 +103,9 @@ GPUS: Mapping[str, GpuSpec] = {
 def gpu_spec(name: str) -> GpuSpec:
     """Return the specification of a GPU by its name. Raises ValueError that names the known ones."""
     if name not in GPUS:
-        raise UserError("name_unknown", f"unknown GPU {name[:80]!r}: known are {', '.join(GPUS)}")
+        raise UserError(
+            "name_unknown", f"unknown GPU {name[:80]!r}: known are {', '.join(sorted(GPUS))}{nearest(name, GPUS)}"
+        )
     return GPUS[name]
 
 

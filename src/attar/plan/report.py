@@ -17,7 +17,7 @@ FORMULA = "tokens/s <= users / max((weights read + users x KV read) / bandwidth,
 
 def startup(found: Fit, kv: KvScheme) -> str:
     """Return the table that a server prints before it loads: memory by use, and the capacity of the cache."""
-    lines = [f"{what:<13}{size(count):>10}" for what, count in found.table()]
+    lines = [f"{what:<13}{size(count):>10}" for what, count in found.table() if count > 0]
     lines.append(f"{'memory':<13}{size(found.memory):>10}")
     lines.append(
         f"the cache holds {found.tokens:,} tokens in {found.blocks:,} blocks of {found.block} ({kv.name}): "
@@ -34,7 +34,8 @@ def startup(found: Fit, kv: KvScheme) -> str:
 def to_text(plan: Plan) -> str:
     """Return the whole plan as text.
 
-    It has a line for each choice of precisions, a server's start-up table for the first, and the answer in a sentence.
+    It has a line for each choice of precisions, a start-up table for the most precise one that fits (or the one
+    that is short of the least memory), and the answer in a sentence.
     """
     head = ("weights", "KV", "weights take", "KV a token", "tokens held", "requests", "fits", "tokens/s")
     rows = [head, *(_cells(row) for row in plan.rows)]
@@ -45,13 +46,15 @@ def to_text(plan: Plan) -> str:
         *("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
         "",
     ]
-    first = plan.rows[0]
+    shown = _chosen(plan) or min(plan.rows, key=lambda row: row.short)
     by_compute = " (c: by compute)" if any(_by_compute(row) for row in plan.rows) else ""
     slow = dict.fromkeys(row.weights for row in plan.rows if row.references)
-    precisions = f"{first.weights} weights and the KV cache in {first.kv.name}"
-    lines += [f"a request is one full context; with {precisions} a server has:", "", startup(first.fit, first.kv), ""]
+    precisions = f"{shown.weights} weights and the KV cache in {shown.kv.name}"
+    lines += [f"a request is one full context; with {precisions} a server has:", "", startup(shown.fit, shown.kv), ""]
     if plan.eviction is not None:
-        lines += [_of_eviction(plan.eviction, first), ""]
+        lines += [_of_eviction(plan.eviction, shown), ""]
+    if plan.images:
+        lines += [f"vision tower, projector and features of images (--image-cache) take {size(plan.images)} beside", ""]
     if plan.gpu is not None:
         rates = ", ".join(f"{kind} {rate / 1e12:,.0f}" for kind, rate in plan.gpu.operations.items())
         lines.append(
@@ -86,9 +89,8 @@ def _of_eviction(eviction: Eviction, row: Row) -> str:
 
 def answer(plan: Plan) -> str:
     """Return one sentence: the most precise choice that fits, or the missing bytes."""
-    fitting = [row for row in plan.rows if row.fits]
-    if fitting:
-        best = fitting[0]
+    best = _chosen(plan)
+    if best is not None:
         fit, precisions = (
             "fits" if plan.users == 1 else "fit",
             f"{best.weights} weights and the KV cache in {best.kv.name}",
@@ -96,6 +98,7 @@ def answer(plan: Plan) -> str:
         room = f"{_users(plan, best.fit.context)} {fit} with {precisions}: there is room for {best.fit.requests:,}"
         if best.fit.requests >= plan.limits.sequences:
             room += f" ({plan.limits.sequences:,} may run together), and {size(best.fit.unused)} are left"
+        fitting = (row for row in plan.rows if row.fits)
         fastest = max(fitting, key=lambda row: 0.0 if row.speed is None else row.speed.tokens_per_second)
         if fastest is best or fastest.speed is None:
             return room
@@ -110,6 +113,11 @@ def answer(plan: Plan) -> str:
         return f"{not_fit} into a cache of {kept} ({held})"
     precisions = f"{least.weights} weights and the KV cache in {least.kv.name}"
     return f"{not_fit}: {size(least.short)} too little even with {precisions} ({held})"
+
+
+def _chosen(plan: Plan) -> Row | None:
+    """Return the most precise choice that fits; None where none does."""
+    return next((row for row in plan.rows if row.fits), None)
 
 
 def _users(plan: Plan, context: int) -> str:
@@ -153,6 +161,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "users": plan.users, "step_sequences": plan.limits.sequences, "step_tokens": plan.limits.rows,
         "bandwidth": plan.bandwidth, "int8_rate": plan.int8_rate, "card": None if plan.gpu is None else plan.gpu.name,
         "kv_eviction": None if plan.eviction is None else str(plan.eviction),
+        "images": plan.images,
         "formula": FORMULA if plan.gpu is None else CARD_FORMULA, "fits": any(row.fits for row in plan.rows),
         "answer": answer(plan), "rows": rows,
     }  # fmt: skip

@@ -19,13 +19,7 @@ def read_text(path: str | Path) -> str:
 
 def read_texts(path: str | Path) -> list[str]:
     """Return the texts of a .jsonl file separately; any other file is one text. Raises ValueError like `read_text`."""
-    if not str(path):
-        raise UserError("option_missing", "the name of a text file is empty")
-    path = Path(path)
-    if path.is_dir():
-        raise UserError("file_wrong_kind", f"{path} is a folder: name a text file")
-    if not path.exists():
-        raise UserError("file_not_found", f"{path}: no such file{neighbours(path)}")
+    path = require_text(path)
     try:
         texts = [path.read_bytes().decode()]
     except UnicodeDecodeError as error:
@@ -36,6 +30,18 @@ def read_texts(path: str | Path) -> list[str]:
     if not any(text.strip() for text in texts):
         raise UserError("text_empty", f"{path} is empty")
     return texts
+
+
+def require_text(path: str | Path) -> Path:
+    """Return the path of a text file. Raises ValueError where there is none."""
+    if not str(path):
+        raise UserError("option_missing", "the name of a text file is empty")
+    path = Path(path)
+    if path.is_dir():
+        raise UserError("file_wrong_kind", f"{path} is a folder: name a text file")
+    if not path.exists():
+        raise UserError("file_not_found", f"{path}: no such file{neighbours(path)}")
+    return path
 
 
 def neighbours(path: Path) -> str:

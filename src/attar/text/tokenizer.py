@@ -99,6 +99,8 @@ class Tokenizer:
         elif (folder / "tokenizer.model").is_file():
             backend = convert.from_model_file(folder / "tokenizer.model")
         else:
+            if not (folder / "config.json").is_file():
+                raise UserError("file_wrong_kind", f"{folder}: no config.json: not a Hugging Face model folder")
             raise UserError("tokenizer_missing", MISSING.format(folder=folder))
         missed = convert.add_listed(backend, listed, flags="added_tokens_decoder" in config)
         if missed and not complete:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from attar.checkpoints.receipts import receipt
+from attar.checkpoints.receipts import receipt, recorded
 from attar.formats.packed import PackedTensor
 from attar.kernels import dispatch
 from attar.kernels.native import linear as native
@@ -195,8 +195,8 @@ def test_one_flipped_bit_names_its_file(folder: Path, name: str) -> None:
 def test_recorded_tasks_leave_all_else_as_it_was(folder: Path, tiny_decoder: Make, tmp_path: Path) -> None:
     before, known = receipt.read_receipt(folder), receipt.known(folder)
     assert before is not None
-    receipt.record_tasks(folder, {"piqa": {"acc": 0.5}, "arc_easy": {"acc": 0.25}})
-    receipt.record_tasks(folder, {"piqa": {"acc": 0.75}})
+    recorded.record_tasks(folder, {"piqa": {"acc": 0.5}, "arc_easy": {"acc": 0.25}})
+    recorded.record_tasks(folder, {"piqa": {"acc": 0.75}})
     after = receipt.read_receipt(folder)
     assert after is not None
     assert after.value["tasks"] == {"piqa": {"acc": 0.75}, "arc_easy": {"acc": 0.25}}
@@ -204,7 +204,27 @@ def test_recorded_tasks_leave_all_else_as_it_was(folder: Path, tiny_decoder: Mak
     assert set(known) < set(receipt.known(folder))  # a draft head that names the receipt keeps its model
     assert receipt.verify(folder, tiny_decoder()).ok
     with user_error("receipt_invalid"):
-        receipt.record_tasks(tmp_path / "none", {})
+        recorded.record_tasks(tmp_path / "none", {})
+
+
+def test_a_recorded_plan_replaces_an_earlier_one(folder: Path, tiny_decoder: Make, tmp_path: Path) -> None:
+    known = receipt.known(folder)
+    recorded.record_plan(folder, {"kv": "int8"})
+    recorded.record_plan(folder, {"kv": "bfloat16"})
+    after = receipt.read_receipt(folder)
+    assert after is not None
+    assert after.value["plan"] == {"kv": "bfloat16"}
+    assert set(known) < set(receipt.known(folder))
+    assert receipt.verify(folder, tiny_decoder()).ok
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    shutil.copy(folder / "model.safetensors", copy)
+    assert receipt.carry(after, folder, copy, "00" * 32, None) is None
+    carried = receipt.read_receipt(copy)
+    assert carried is not None
+    assert "plan" not in carried.value, "a conversion has another layout, and other times"
+    with user_error("receipt_invalid"):
+        recorded.record_plan(tmp_path / "none", {})
 
 
 def test_missing_and_added_files_are_named(folder: Path) -> None:

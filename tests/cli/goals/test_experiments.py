@@ -155,7 +155,14 @@ def test_a_plan_is_confirmed_and_written(
     assert {"predicted", "measured", "within"} == set(said["measured"][0]["tpot_p95"])
     assert said["applied"]["path"] == str(out)
     assert said["applied"]["command"].startswith(f"attar serve {out} --kv ")
-    assert (out / "receipt.json").is_file()
+    kept_plan = json.loads((out / "receipt.json").read_text())["plan"]
+    (chosen,) = (each for each in said["measured"] if each["weights"] == said["chosen"]["weights"]
+                 and (each["kv"], each["rows"]) == (kept_plan["kv"], kept_plan["rows"]))  # fmt: skip
+    speed = kept_plan["quantities"]["tpot_p95"]
+    assert (speed["predicted"], speed["measured"]) == (chosen["tpot_p95"]["predicted"], chosen["tpot_p95"]["measured"])
+    assert speed["measured"] > speed["predicted"], "the load test of this test takes longer than predicted"
+    assert kept_plan["quantities"]["memory"]["measured"] is None, "memory is counted"
+    assert [goal["name"] for goal in kept_plan["goals"]] == ["kl", "tpot", "size"]
     again, then = run(command)
     assert (again, then["chosen"]["weights"]) == (0, said["chosen"]["weights"])
     assert then["applied"]["path"] == str(out)

@@ -216,7 +216,8 @@ def test_receipt_says_nothing_of_the_machine_and_is_stable(tiny: Path, calibrati
         ({"recipe": "gptq-w4g128"}, "calibration_missing"),
         ({"recipe": "gptq-w4g128", "calibration": [[1, 2], [3]]}, "option_malformed"),
         ({"recipe": "gptq-w4g128", "calibration": [[1, 999]]}, "token_out_of_vocabulary"),
-        ({"recipe": "gptq-w4g128", "calibration": "no-such-file.txt"}, "tokenizer_missing"),
+        ({"recipe": "gptq-w4g128", "calibration": "no-such-file.txt"}, "file_not_found"),
+        ({"recipe": "gptq-w4g128", "calibration": __file__}, "tokenizer_missing"),
     ],
 )
 def test_bad_settings_are_refused_before_any_work(
@@ -225,6 +226,21 @@ def test_bad_settings_are_refused_before_any_work(
     with user_error(sentence):
         compress_request(CompressionRequest(tiny, tmp_path / "out", **settings))  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"recipe": "gtpq-w4g128"}, "method_unknown"),
+        ({"recipe": "nowhere.yaml"}, "file_not_found"),
+        ({"calibration": "nowhere.txt"}, "file_not_found"),
+        ({"calibration": "."}, "file_wrong_kind"),
+        ({"calibration": "self", "evaluation": "nowhere.txt"}, "file_not_found"),
+    ],
+)
+def test_misspelled_words_cost_no_download(settings: dict[str, str], code: str, tmp_path: Path) -> None:
+    with user_error(code):
+        compress_request(CompressionRequest(tmp_path / "no-model", tmp_path / "out", **settings))  # type: ignore[arg-type]
 
 
 def test_compressing_twice_is_refused(tiny: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from attar.checkpoints.adapters import lora
 from attar.engine.engine import Engine
 from attar.engine.images.limits import Beside, against_images, no_images
 from attar.engine.llm.llm import LLM
+from attar.engine.startup import start_engine
 from attar.kernels import dispatch
 from attar.kv import sparse_prefill
 from attar.kv.eviction import Eviction
@@ -35,6 +36,7 @@ from attar.sampling.drafters.lookahead import LookaheadDrafter
 from attar.sampling.drafters.suffix import SuffixDrafter
 from attar.text.tokenizer import Tokenizer
 from tests.engine.conftest import Answers, answers, make_engine, run, run_as_they_come
+from tests.engine.images import models
 from tests.engine.images.seeing import SeededTower, image, submit
 from tests.engine.test_adapters import save
 from tests.engine.test_resume import FEATURES
@@ -189,6 +191,17 @@ def test_overlapping_steps(decoder: Decoder) -> None:
     assert equal_to_alone(decoder, asks(), overlaps=True) == equal_to_alone(decoder, asks(), overlaps=False)
 
 
+def test_kv_eviction_is_for_text_and_a_start_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tower is loaded beside a policy: images go with kv_eviction none."""
+    models.save("llava", tmp_path)
+    small: dict[str, Any] = {"memory": 2 << 30, "context": 256, "threads": 1}
+    _, ready = start_engine(Settings(str(tmp_path), "m", kv_eviction=("sink:4+124",), **small))
+    assert ready.images
+    assert 'images: requests with some need "kv_eviction": "none"' in capsys.readouterr().err
+    start_engine(Settings(str(tmp_path), "m", **small))
+    assert "kv_eviction" not in capsys.readouterr().err
+
+
 def test_kv_eviction_is_refused_by_name_for_images_alone(decoder: Decoder) -> None:
     policy = Eviction.parse("sink:4+124")
     engine = make_engine(decoder, tower=SeededTower(), evictions=(policy,))
@@ -301,7 +314,7 @@ def page() -> str:
     lines = ["| feature | with images |", "|---|---|"]
     for words, cell in TABLE.values():
         told = {
-            REFUSED_OF_A_REQUEST: f"requests with images are refused (`{cell}`)",
+            REFUSED_OF_A_REQUEST: f"equal with `kv_eviction` `none`; other requests with images are refused (`{cell}`)",
             REFUSED_AT_THE_START: f"images are refused from the start (`{cell}`)",
         }
         shown = told[cell] if isinstance(cell, str) else "equal"

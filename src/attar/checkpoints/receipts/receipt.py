@@ -6,7 +6,7 @@ whether there are native kernels). It holds the error of each layer, as stored a
 the evaluation figures, and the probes (`probes.py`). A receipt that a conversion copied holds its origin under
 `converted`; format and schemes of a source that was compressed itself are under `original`. It holds no clock, host,
 path or duration: the same inputs give the same bytes. The JSON is canonical, keys sorted and floats in their shortest
-form.
+form. Results that come later are recorded in it (`recorded.py`); a recorded plan alone holds times.
 
 A receipt is no signature: a change of the weights can come with a change of the receipt. It finds accidents (a download
 that ended early, a conversion that lost something, a machine whose kernels are wrong), and it records what was done.
@@ -64,12 +64,14 @@ KEYS: Mapping[str, str] = {
     "bits_per_weight": "Bits per weight of the compressed linear layers.",
     "evaluation": "Figures of `--eval`.",
     "tasks": "Figures of `attar eval --task --record`, by task.",
+    "plan": "What `attar plan --apply` predicted of this output, beside what it measured.",
     "images": "Figures of `attar eval --images --record`.",
-    "earlier": "SHA-256 of the receipt before `--record`, and of those that it names.",
+    "earlier": "SHA-256 of the receipt before something was recorded in it, and of those that it names.",
     "files": "SHA-256 of each file beside the receipt.",
     "probes": "Inputs and outputs that `attar verify` replays.",
     "shard": "Largest size of a file, in bytes.",
     "drawn": "Number of calibration sequences that the model wrote itself.",
+    "calibration_images": "Number and digest of the images that calibrated beside the text.",
     "device": "Device of the run, if not the CPU.",
     "imatrix": "SHA-256 of the importance matrix.",
     "allocation": "Bits by layer: the target, what was reached, and what was tried.",
@@ -180,7 +182,8 @@ def carry(
     if (wrong := _verify_files(source, found, advance)) is not None:
         return f"the output gets no receipt, because the source's does not hold: {wrong.detail}"
     # The source's receipt is untrusted: unknown keys are left out, and so is nesting that indentation would make large.
-    value = {key: found.value[key] for key in KEYS if key in found.value}
+    # A plan is of the output's own layout, and is left out as well.
+    value = {key: found.value[key] for key in KEYS if key in found.value and key != "plan"}
     if _deeper(value, DEEPEST):
         raise UserError("receipt_invalid", f"that of the source is nested more than {DEEPEST} deep")
     value |= {
@@ -212,36 +215,18 @@ def _known(value: Mapping[str, Any], text: bytes) -> list[str]:
     return [hashlib.sha256(text).hexdigest(), *others]
 
 
-def record_tasks(output: Path, figures: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add figures of tasks, by name, to an output's receipt; a task that is there is replaced. Raises CheckpointError
-    as `_record`."""
-    found = _found(output)
-    before = found.value.get("tasks")
-    tasks = {**(before if isinstance(before, dict) else {}), **{name: dict(each) for name, each in figures.items()}}
-    _record(output, found, {"tasks": tasks})
-
-
-def record_images(output: Path, figures: Mapping[str, Any]) -> None:
-    """Put figures on texts behind images into an output's receipt, in place of earlier ones. Raises CheckpointError as
-    `_record`."""
-    _record(output, _found(output), {"images": dict(figures)})
-
-
-def _found(output: Path) -> Receipt:
-    found = read_receipt(output)
-    if found is None:
-        raise CheckpointError("receipt_invalid", f"{output}: {missing(output)}")
-    return found
-
-
-def _record(output: Path, found: Receipt, more: Mapping[str, Any]) -> None:
-    """Add entries to an output's receipt.
+def amend(output: Path, changes: Mapping[str, Any]) -> None:
+    """Replace keys of an output's receipt.
 
     What refers to the receipt by its hash, as a draft head does, keeps holding. Raises CheckpointError where the output
     has no receipt, or a damaged one.
     """
+    found = read_receipt(output)
+    if found is None:
+        raise CheckpointError("receipt_invalid", f"{output}: {missing(output)}")
+    assert set(changes) <= set(KEYS), f"a conversion would leave out {sorted(set(changes) - set(KEYS))}"
     kept = found.known[:MAX_EARLIER]
-    machine.write_whole(receipt_path(output), _text({**found.value, **more, "earlier": kept}))
+    machine.write_whole(receipt_path(output), _text({**found.value, **changes, "earlier": kept}))
 
 
 def _text(value: Mapping[str, Any]) -> bytes:

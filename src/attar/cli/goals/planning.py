@@ -102,12 +102,14 @@ def check_experiments(config: GoalOptions) -> None:
 
 
 def experiment(config: GoalOptions, answer: Answer, bar: Progress) -> tuple[Answer, Outcome | None, str | None]:
-    """Measure, where there is a limit of time, and write the best to --apply, where the goals are met. Return the
-    answer, what was measured, and where the weights are."""
+    """Measure, where there is a limit of time, and write the best to --apply, where the goals are met, with the plan in
+    its receipt. Return the answer, what was measured, and where the weights are."""
+    from attar.checkpoints.receipts.recorded import record_plan
     from attar.checkpoints.sources import hub
     from attar.cli.goals import experiments
     from attar.plan.goals.halving import Clock, halve
     from attar.plan.goals.history import History
+    from attar.plan.goals.record import recorded
     from attar.plan.rates import store
 
     clock = None if config.measure is None else Clock(config.measure)
@@ -128,7 +130,10 @@ def experiment(config: GoalOptions, answer: Answer, bar: Progress) -> tuple[Answ
             tell(past.problem)
     if config.apply is None or answer.best is None:
         return answer, outcome, None
-    return answer, outcome, experiments.apply(lab, answer.best.weights, tell)
+    served = experiments.apply(lab, answer.best.weights, tell)
+    if answer.best.weights.recipe is not None:
+        record_plan(config.apply, recorded(answer, outcome))
+    return answer, outcome, served
 
 
 def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]]:
@@ -164,11 +169,14 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
         notes += known.notes
         notes.append(
             f"rates of {profile.measured}: {profile.bandwidth.value / 1e9:.1f} GB/s ± {profile.bandwidth.spread:.0%}, "
-            f"{profile.isa}, {profile.key.threads} threads"
+            f"{profile.isa}, {_threads(profile.key.threads)}"
         )
+        images = deployment.image_bytes(settings, subject)
+        if images and memory is not None:
+            memory, source = deployment.without_images(memory, images, source)
         notes.append(f"memory {source if memory is None else f'{memory / 1e9:.3g} GB, {source}'}")
         if limits.threads > profile.key.threads:
-            notes.append(f"rates are of {profile.key.threads} threads, memory is planned for {limits.threads}")
+            notes.append(f"rates are of {_threads(profile.key.threads)}, memory is planned for {limits.threads}")
     past = History(store.folder(), store.key())
     notes += [each for each in (past.sentence() if gpu is None else None, past.problem) if each is not None]
     notes.append("KL ranges that are fitted come from two models (docs/planning.md): measure yours with attar eval")
@@ -181,6 +189,10 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
         acceptance=config.acceptance,
     )  # fmt: skip
     return made, notes
+
+
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def _storages(subject: Subject, more: Sequence[Storage]) -> list[Storage]:

@@ -176,8 +176,11 @@ def _search(work: BlockWork, place: Fold, inputs: Rows, mean: Tensor, points: in
 
     def outputs() -> Iterator[Tensor]:
         for some in inputs.batches(size):
-            lengths = (length,) * (len(some) // length) if place.mixes else (len(some),)
-            yield place.run(inputs.read(some), ForwardBatch(lengths, max(lengths), device=hidden.device))
+            if place.mixes:  # rows of whole sequences, from the first on
+                step = hidden.step(range(some.start // length, some.stop // length))
+            else:
+                step = ForwardBatch((len(some),), len(some), device=hidden.device)
+            yield place.run(inputs.read(some), step)
 
     # The outputs of every input group are added to the residual stream.
     with closing(Rows(hidden.path.parent, len(inputs), hidden.shape[2])) as reference:

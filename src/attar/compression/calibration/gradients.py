@@ -36,6 +36,7 @@ from attar.checkpoints.writer import allocated, require_free
 from attar.compression import device_placement
 from attar.compression.calibration import hidden_states
 from attar.compression.calibration.hidden_states import HiddenStates, rows_at_once
+from attar.compression.calibration.image_rows import ImageRows
 from attar.errors import UserError
 from attar.metrics.perplexity import in_rows
 from attar.model import decoder
@@ -61,13 +62,15 @@ def walk(
     memory: int = 2 << 30,
     seed: int | None = 0,
     progress: Progress | None = None,
+    images: ImageRows | None = None,
 ) -> float:
     """Pass the gradients of all blocks on token ids [S, L] to watchers; return the mean loss of a label, in nats.
 
     For each block, from the last to the first, `watch(layer, block)` names the watchers, which then receive one call
     after another, in a deterministic order. After the last call, `done(layer)` is called. `folder` takes (layers + 2) x
     S x L x hidden float32 during the walk; at most `memory` bytes of it are held in memory as well. Labels are sampled
-    by `seed`; None: they are the text's next tokens. May be called where inference mode is on.
+    by `seed`; None: they are the text's next tokens. The last sequences may have rows of `images`. May be called where
+    inference mode is on.
 
     Raises ValueError where the disk is too small, where no position has a label, and, naming the position, where a loss
     or a gradient is not finite.
@@ -76,9 +79,12 @@ def walk(
     config, shape = source.config, (*ids.shape, source.config.hidden)
     had = allocated(folder.glob("gradient-*.f32"))  # files of a killed run, which are used again
     require_free(folder, 4 * (config.layers + 2) * ids.numel() * config.hidden - had)
-    with torch.inference_mode(False), _states(folder, shape, config.layers + 2, memory, rows_at_once(config)) as states:
+    with (
+        torch.inference_mode(False),
+        _states(folder, shape, config.layers + 2, memory, rows_at_once(config), images) as states,
+    ):
         *inputs, gradient = states
-        through(source, ids, inputs, lambda blocks: report("states", blocks, config.layers))
+        through(source, ids, inputs, lambda blocks: report("states", blocks, config.layers), images)
         loss = _at_head(source, ids, inputs[-1], gradient, seed, report)
         for done_blocks, layer in enumerate(reversed(range(config.layers)), 1):
             block = build_block(config, source, layer)
@@ -94,14 +100,15 @@ def walk(
 
 @contextmanager
 def _states(
-    folder: Path, shape: tuple[int, int, int], count: int, memory: int, rows: int
+    folder: Path, shape: tuple[int, int, int], count: int, memory: int, rows: int, images: ImageRows | None
 ) -> Iterator[list[HiddenStates]]:
     """Yield files of hidden states that last as long as the context."""
     paths = [folder / f"gradient-{i}.f32" for i in range(count)]
     made: list[HiddenStates] = []
     try:
         for path in paths:
-            made.append(HiddenStates(path, shape, memory // count, rows))
+            angles = None if images is None else images.positions(shape[0])
+            made.append(HiddenStates(path, shape, memory // count, rows, angles=angles))
         yield made
     finally:
         for each in made:
@@ -122,11 +129,12 @@ def advance(source: Checkpoint, layer: int, here: HiddenStates, there: HiddenSta
 
 
 def through(
-    source: Checkpoint, ids: Tensor, states: Sequence[HiddenStates], done: Callable[[int], None] = lambda blocks: None
-) -> None:
+    source: Checkpoint, ids: Tensor, states: Sequence[HiddenStates], done: Callable[[int], None] = lambda blocks: None,
+    images: ImageRows | None = None,
+) -> None:  # fmt: skip
     """Fill `states` with the inputs of each block and, last, of the final norm on token ids [S, L]. They may all be one
     object, which then holds the last. `done` receives the number of blocks so far."""
-    hidden_states.embed(source, ids, states[0])
+    hidden_states.embed(source, ids, states[0], images=images)
     for layer in range(source.config.layers):
         advance(source, layer, states[layer], states[layer + 1])
         done(layer + 1)

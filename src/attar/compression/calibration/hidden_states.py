@@ -21,6 +21,7 @@ from torch import Tensor
 from attar.checkpoints.safetensors import byte_view
 from attar.checkpoints.sources import hf
 from attar.checkpoints.strict_io import CheckpointError
+from attar.compression.calibration.image_rows import ImageRows
 from attar.formats.packed import PackedTensor
 from attar.kernels.operands import Linear
 from attar.model.assembly import build_embedding, build_head
@@ -49,8 +50,11 @@ class HiddenStates:
         memory: int,
         rows_at_once: int = ROWS_AT_ONCE,
         device: torch.device | str = "cpu",
+        angles: Tensor | None = None,
     ) -> None:
+        """`angles` [3, S, L] are positions by time, height and width, where tokens have such."""
         self.path, self.shape, self.rows_at_once, self.device = path, shape, rows_at_once, device
+        self._angles = angles
         self._row_bytes = shape[1] * shape[2] * 4
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.posix_fallocate(self._file, 0, shape[0] * self._row_bytes)
@@ -63,7 +67,10 @@ class HiddenStates:
             yield range(start, min(start + size, self.shape[0]))
 
     def step(self, batch: range) -> ForwardBatch:
-        return ForwardBatch((self.shape[1],) * len(batch), self.shape[1], device=self.device)
+        angles = None
+        if self._angles is not None:
+            angles = self._angles[:, batch.start : batch.stop].flatten(1).to(self.device)
+        return ForwardBatch((self.shape[1],) * len(batch), self.shape[1], device=self.device, angles=angles)
 
     def read(self, batch: range) -> Tensor:
         """Return rows [len(batch) * L, I]."""
@@ -99,10 +106,16 @@ def embed(
     ids: Tensor,
     into: HiddenStates,
     stored: Callable[[Tensor], PackedTensor | None] | None = None,
+    images: ImageRows | None = None,
 ) -> None:
     """Write the first block's inputs on tokens [S, L]; only the rows of the table that are needed are read.
-    `stored(rows)` returns rows [R, I] of the table in their stored form, if that differs from the source's."""
+    `stored(rows)` returns rows [R, I] of the table in their stored form, if that differs from the source's. Ids beyond
+    the vocabulary are rows of `images`."""
     used, place = torch.unique(ids, return_inverse=True)
+    beyond = used[used >= checkpoint.config.vocab_size]
+    used = used[: len(used) - len(beyond)]
+    seen = None if images is None or not len(beyond) else images.rows(beyond)
+    assert seen is not None or not len(beyond), "ids outside of the vocabulary"
     embedding = build_embedding(replace(checkpoint.config, vocab_size=len(used)), checkpoint.rows(used))
     if stored is not None:
         assert isinstance(embedding.table, Tensor)
@@ -110,7 +123,10 @@ def embed(
             embedding.table, embedding.dtype = rounded, torch.float32
     for batch in into.batches():
         rows = place[batch.start : batch.stop].reshape(-1)
-        into.write(batch, embedding.forward(rows, into.step(batch).positions.cpu()).float())
+        found = embedding.forward(rows.clamp(max=len(used) - 1), into.step(batch).positions.cpu()).float()
+        if seen is not None and len(at := (rows >= len(used)).nonzero()[:, 0]):
+            found[at] = seen[rows[at] - len(used)]
+        into.write(batch, found)
 
 
 def head_rows(checkpoint: hf.Checkpoint) -> Iterator[tuple[Tensor, Linear]]:

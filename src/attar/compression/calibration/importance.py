@@ -27,6 +27,7 @@ from attar.checkpoints.vocabulary import is_gguf
 from attar.compression.calibration import coverage, domain, hidden_states, texts
 from attar.compression.calibration.coverage import Coverage
 from attar.compression.calibration.hidden_states import HiddenStates
+from attar.compression.calibration.image_rows import ImageRows
 from attar.compression.calibration.texts import Amount, Calibration
 from attar.compression.groups import input_groups
 from attar.compression.solvers.rounding.means import ColumnMean
@@ -41,8 +42,9 @@ from attar.progress import Progress
 
 @torch.inference_mode()
 def collect(
-    checkpoint: Checkpoint, ids: Tensor, folder: Path, key: str, memory: int, progress: Progress
-) -> dict[str, Tensor]:
+    checkpoint: Checkpoint, ids: Tensor, folder: Path, key: str, memory: int, progress: Progress,
+    images: ImageRows | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """Return E[x^2], float32 [I], of the inputs of each linear, the LM head included, on `ids` [S, L], by module name.
     Hidden states are kept in files of `folder`, and in memory up to `memory` bytes. The coverage of each block stays
     there, under `key` (`coverage.kept`). Raises ValueError naming the block whose output is not finite, and a linear
@@ -50,10 +52,11 @@ def collect(
     config = checkpoint.config
     shape, rows = (*ids.shape, config.hidden), hidden_states.rows_at_once(config)
     spare = (memory - hidden_states.IN_A_BLOCK) // 2
-    streams = [HiddenStates(folder / f"importance-{i}.f32", shape, spare, rows) for i in range(2)]
+    angles = None if images is None else images.positions(len(ids))
+    streams = [HiddenStates(folder / f"importance-{i}.f32", shape, spare, rows, angles=angles) for i in range(2)]
     found: dict[str, Tensor] = {}
     try:
-        hidden_states.embed(checkpoint, ids, streams[0])
+        hidden_states.embed(checkpoint, ids, streams[0], images=images)
         for layer in range(config.layers):
             block = build_block(config, checkpoint, layer)
             for linear in block.linears():
@@ -75,17 +78,14 @@ def collect(
 
 
 def kept(
-    checkpoint: Checkpoint, ids: Tensor, folder: Path, key: str, memory: int, progress: Progress
-) -> dict[str, Tensor]:
+    checkpoint: Checkpoint, ids: Tensor, folder: Path, key: str, memory: int, progress: Progress,
+    images: ImageRows | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """Return the importances of `collect`, computed once: a resumed run finds them in `folder`, under its `key`."""
     path = folder / f"importances-{key}.gguf"
     if not path.exists():
-        imatrix.write(
-            path,
-            as_imatrix(
-                checkpoint.config.names, collect(checkpoint, ids, folder, key, memory, progress), ids, "calibration"
-            ),
-        )
+        means = collect(checkpoint, ids, folder, key, memory, progress, images)
+        imatrix.write(path, as_imatrix(checkpoint.config.names, means, ids, "calibration"))
     return known(path, checkpoint)
 
 

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.compression.calibration import gradients
+from attar.compression.calibration.image_rows import ImageRows
 from attar.compression.solvers.rounding.gptq import Hessian
 from attar.compression.solvers.rounding.squeezellm import Sensitivity
 from attar.errors import UserError
@@ -124,8 +125,9 @@ class Guide:
         return sum(4 * shape[0] * shape[1] for shapes in each for shape in shapes if shape is not None)
 
     def collect(
-        self, source: Checkpoint, ids: Tensor, memory: int, seed: int, progress: Progress | None = None
-    ) -> None:
+        self, source: Checkpoint, ids: Tensor, memory: int, seed: int, progress: Progress | None = None,
+        images: ImageRows | None = None,
+    ) -> None:  # fmt: skip
         """Make the files, from token ids [S, L], unless an earlier run has done so. Raises ValueError as
         `gradients.walk`."""
         if self.collected:
@@ -146,7 +148,9 @@ class Guide:
                         file.write(part.numpy().astype("<f4").tobytes())
             temporary.replace(self._path(layer))
 
-        gradients.walk(source, ids, self.folder, watch, done, memory=memory, seed=seed, progress=progress)
+        gradients.walk(
+            source, ids, self.folder, watch, done, memory=memory, seed=seed, progress=progress, images=images
+        )
 
     def of(self, layer: int) -> dict[str, Hints]:
         """Return the hints of a block's linears by name. Raises ValueError where the file has changed since it was

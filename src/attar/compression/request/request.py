@@ -56,9 +56,10 @@ class CompressionRequest:
 
     `calibration` is a text file, token ids [S][L], or `self` for text that the model writes: `samples` sequences of
     `length` tokens. Recipes that only round need none. It is followed by `drawn` sequences that the model writes. The
-    given text alone chooses between recipes or bits and judges tuning. `imatrix` is an importance matrix for a GGUF
-    file, which weighs errors by it; calibration alone gives one. `evaluation` is a held-out text file on whose first
-    `eval_tokens` the cost is measured.
+    given text alone chooses between recipes or bits and judges tuning. `calib_images` is a folder of images with texts
+    (`images.pairs`); at most `samples` of them follow the text, each in a sequence of its own. `imatrix` is an
+    importance matrix for a GGUF file, which weighs errors by it; calibration alone gives one. `evaluation` is a
+    held-out text file on whose first `eval_tokens` the cost is measured.
 
     With `requantize` the source may be compressed itself, in any format that attar reads: its decoded values are
     compressed then, and are the original in every measurement. An output file has at most `max_shard_bytes`; None:
@@ -84,6 +85,7 @@ class CompressionRequest:
     length: int = 512
     seed: int = 0
     drawn: int = 0
+    calib_images: Path | None = None
     imatrix: str | Path | None = None
     evaluation: str | Path | None = None
     eval_tokens: int | None = None
@@ -103,6 +105,10 @@ class CompressionRequest:
             raise UserError(
                 "calibration_missing",
                 "text is drawn to go with a calibration text: give one, or more samples of `self`",
+            )
+        if self.calib_images is not None and self.calibration is None:
+            raise UserError(
+                "calibration_missing", "images go with a calibration text: give --calib a text file, or `self`"
             )
         if self.imatrix is not None and not self.to_file:
             raise UserError(

@@ -16,7 +16,7 @@ from attar.checkpoints import vocabulary
 from attar.checkpoints.convert.dense import DenseFolder, Original, open_dense
 from attar.checkpoints.sources import hf, hub
 from attar.compression import device_placement
-from attar.compression.calibration import importance, texts
+from attar.compression.calibration import image_rows, importance, texts
 from attar.compression.calibration.texts import Calibration
 from attar.compression.outputs import towers
 from attar.compression.outputs.base import Output
@@ -29,7 +29,7 @@ from attar.compression.request.request import CompressionRequest
 from attar.compression.rotation import rotation
 from attar.errors import UserError
 from attar.formats.codecs import ggml_mix
-from attar.text.files import read_text
+from attar.text.files import read_text, require_text
 from attar.text.tokenizer import Tokenizer
 
 
@@ -79,6 +79,14 @@ class ResolvedCompression:
     def layout(self, recipe: Recipe) -> Output:
         """Return the layout of the same checkpoint with another choice of bits."""
         return _layout(self.request, recipe, self.checkpoint, self.importances)
+
+
+def require_texts(request: CompressionRequest) -> None:
+    """Raise ValueError for a text file that does not exist, before a model is downloaded."""
+    if request.calibration is not None and texts.is_text(request.calibration):
+        require_text(str(request.calibration))
+    if request.evaluation is not None:
+        require_text(request.evaluation)
 
 
 def open_source(request: CompressionRequest) -> hf.Checkpoint:
@@ -144,6 +152,8 @@ def resolve(
     if request.to_file:
         plan = plan.for_file()
     towers.check(plan, source)
+    if request.calib_images is not None:
+        image_rows.check(request.calib_images, source)
     checkpoint = source
     if plan.rotate is not None:
         if importances is not None:

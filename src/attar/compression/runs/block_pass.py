@@ -28,6 +28,7 @@ from attar.compression.block.record import Record, error_on
 from attar.compression.block.work import BlockWork
 from attar.compression.calibration import coverage, gradients, hidden_states
 from attar.compression.calibration.hidden_states import HiddenStates
+from attar.compression.calibration.image_rows import ImageRows
 from attar.compression.calibration.loss_weights import Guide
 from attar.compression.memory import give_back, large_blocks_kept
 from attar.compression.recipe.recipe import HEAD
@@ -102,9 +103,11 @@ class Walk:
         probes: ProbeRun,
         guide: Guide | None,
         name: str,
+        images: ImageRows | None = None,
     ) -> None:
         """Pass calibration `ids` [S, L], if any, and the probes through. The coverage of that text is stored under
-        `name`."""
+        `name`. The last sequences may have rows of `images`."""
+        self._images = images
         self.name, self.guide, self.device = name, guide, torch.device(resolved.request.device)
         self.checkpoint, self.output, self.recipe = resolved.checkpoint, resolved.output, resolved.recipe
         self.writer, self.state, self.probes = writer, state, probes
@@ -119,7 +122,9 @@ class Walk:
         for stream, tokens, limit in zip(STREAMS, sources, (1 << 20, spare, spare), strict=False):
             shape = (*tokens.shape, self.config.hidden)
             at = device_placement.CPU if stream == STREAMS[0] else self.device
-            files = [HiddenStates(state.folder / f"{stream}-{i}.f32", shape, limit // 2, rows, at) for i in range(2)]
+            angles = None if images is None or stream == STREAMS[0] else images.positions(len(tokens))
+            paths = [state.folder / f"{stream}-{i}.f32" for i in range(2)]
+            files = [HiddenStates(path, shape, limit // 2, rows, at, angles) for path in paths]
             self.streams.append((files[0], files[1]))
         if not state.blocks_done:
             self._embed(sources)
@@ -147,7 +152,7 @@ class Walk:
         """Write the hidden states that enter the first block."""
         for (first, _), tokens in zip(self.streams, sources, strict=True):
             stored = None if first is self._original(0) else self.output.round_embedding
-            hidden_states.embed(self.checkpoint, tokens, first, stored)
+            hidden_states.embed(self.checkpoint, tokens, first, stored, self._images)
             first.settle()
 
     @torch.inference_mode()

@@ -28,8 +28,15 @@ from attar.compression.calibration.texts import Calibration
 from attar.compression.memory import large_blocks_apart
 from attar.compression.outputs import towers
 from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.request.request import CompressionRequest, Target
-from attar.compression.request.resolve import ResolvedCompression, compressed_original, open_source, resolve
+from attar.compression.request.resolve import (
+    ResolvedCompression,
+    compressed_original,
+    open_source,
+    require_texts,
+    resolve,
+)
 from attar.compression.resume import write_note
 from attar.compression.runs.run import Run, begin_anew
 from attar.compression.search import best, bit_budget, candidates, compare_rtn
@@ -118,6 +125,9 @@ def compress_request(request: CompressionRequest, progress: Progress | None = No
             f"{request.recipe} tries several recipes, which weigh errors by calibration text: leave the importance "
             "matrix out, or name one recipe with it, such as gptq-q4_k_m",
         )
+    if tries is None and not isinstance(request.recipe, Recipe):
+        load_recipe(request.recipe)  # a mistake in it or in a path costs no download
+    require_texts(request)
     source, choice = open_source(request), None
     if tries is not None:
         choice = _choice(request, source, tries, report)
@@ -128,12 +138,12 @@ def compress_request(request: CompressionRequest, progress: Progress | None = No
 
 def _choice(request: CompressionRequest, source: Checkpoint, tries: Candidates, report: Progress) -> Choice:
     """Try several recipes, each an output of its own."""
-    if request.drawn and request.sequences is not None and not tries.own:
+    if (request.drawn or request.calib_images) and request.sequences is not None and not tries.own:
         found = [resolve(request, source, name, request.sequences) for name in tries.names]
         if not any(each.reads or each.weighs for each in found):
             raise UserError(
                 "calibration_unused",
-                f"{request.recipe}: these read text only to be chosen by: leave the drawn text out",
+                f"{request.recipe}: these read text only to be chosen by: leave drawn text and images out",
             )
 
     def make(name: str, ids: list[list[int]], out: Path) -> float:
@@ -153,9 +163,10 @@ def _carry_out(
     may_read = (
         asked.reads or asked.weighs or (target is not None and target.candidates is not None)
     )  # activation scales
-    if request.drawn and not (may_read or trial or choice is not None):
+    if (request.drawn or request.calib_images) and not (may_read or trial or choice is not None):
+        besides = "the images" if request.calib_images else "the drawn text"
         raise UserError(
-            "calibration_unused", f"{asked.recipe.name} reads no calibration text here: leave the drawn text out"
+            "calibration_unused", f"{asked.recipe.name} reads no calibration text here: leave {besides} out"
         )
     asked = asked.with_texts()
     if target is not None:

@@ -24,8 +24,9 @@ from attar.checkpoints.sources import hf, opening
 from attar.checkpoints.writer import MAX_SHARD, ShardWriter, Workspace, allocated, require_free
 from attar.compression.block.record import Record
 from attar.compression.block.work import on_tiles
-from attar.compression.calibration import coverage, domain, importance, texts
+from attar.compression.calibration import coverage, domain, image_rows, importance, texts
 from attar.compression.calibration.domain import DomainCheck
+from attar.compression.calibration.image_rows import ImageRows
 from attar.compression.calibration.loss_weights import Guide, key
 from attar.compression.outputs.base import Output
 from attar.compression.recipe import requirements
@@ -40,6 +41,7 @@ from attar.compression.search.allocate import Allocation
 from attar.compression.training import tune
 from attar.errors import UserError
 from attar.formats.scheme import Scheme
+from attar.images.pairs import METADATA
 from attar.kernels import tiles
 from attar.metrics.measure import measure
 from attar.model.assembly import compressible
@@ -47,7 +49,7 @@ from attar.model.decoder import Decoder
 from attar.plan.costs import matrices
 from attar.progress import Progress
 
-OF_THE_ORIGINAL = ("self-*.i32", "rotations-*", "importances-*", "guide-*", "coverage-*", "surprise-*")
+OF_THE_ORIGINAL = ("self-*.i32", "images-*", "rotations-*", "importances-*", "guide-*", "coverage-*", "surprise-*")
 """Files of a work folder that do not depend on the chosen bits. Coverage is among them, because it may have been the
 original's; a block pass that measures it stores it anew."""
 
@@ -86,6 +88,7 @@ class Run:
         self.request, self.source, self.work, self.report = request, asked.source, work, report
         self._resolved, self.plan, self.checkpoint = resolved, resolved.recipe, resolved.checkpoint
         self.given, self._drawn = self._texts(receipt.combined_hash(hashes), drawn_at or work.state)
+        self.images = self._with_images(receipt.combined_hash(hashes), drawn_at or work.state)
         about = self._about(asked.recipe, hashes)
         self.name = key(about)
         if allocation is not None:
@@ -124,6 +127,18 @@ class Run:
         drawn, told = drawn_at / texts.drawn_name(source, besides), partial(self.report, "drawing")
         return given, texts.written(self.source, besides, drawn, told)
 
+    def _with_images(self, source: str, folder: Path) -> ImageRows | None:
+        """Return the calibration sequences with images, made once for all runs that read the same folder."""
+        images, text = self.request.calib_images, self.given
+        if images is None or text is None:
+            return None
+        subject = [source, str(images.absolute()), receipt.sha256(images / METADATA), texts.token_hash(text)]
+        at = folder / f"images-{key({'subject': subject, 'samples': self.request.samples})}"
+        told = partial(self.report, "images")
+        return image_rows.kept_or_made(
+            images, self.source, text, self.request.samples, at, self.request.calib_memory, told
+        )
+
     def _about(self, recipe: Recipe, hashes: Mapping[str, str]) -> dict[str, Any]:
         """Return all that determines the run, for the receipt and for a run that resumes."""
         request = self.request
@@ -135,6 +150,7 @@ class Run:
             "shard": MAX_SHARD if request.max_shard_bytes is None else request.max_shard_bytes,
         }
         about |= {"drawn": request.drawn} if request.drawn else {}
+        about |= {} if self.images is None else {"calibration_images": self.images.to_dict()}
         about |= {} if request.device == "cpu" else {"device": request.device}
         about |= {"products": "bfloat16"} if self._on_tiles(recipe) else {}
         original = compressed_original(self.source)
@@ -148,7 +164,10 @@ class Run:
         return large and on_tiles(recipe, self.request.device)
 
     def _with_drawn(self, ids: Tensor) -> Tensor:
-        return ids if self._drawn is None else torch.cat([ids, self._drawn])
+        """Return sequences followed by those that the model wrote, and by those with images."""
+        besides = [] if self._drawn is None else [self._drawn]
+        besides += [] if self.images is None else [self.images.ids]
+        return torch.cat([ids, *besides]) if besides else ids
 
     def gather(self) -> None:
         """Measure the original model before the block pass: a learned rotation, then importances and gradients of the
@@ -162,7 +181,7 @@ class Run:
         if self.given is not None and self._resolved.weighs:
             read = self._with_drawn(self.given) if self.walked is None else self.walked
             memory = self.request.calib_memory
-            known = importance.kept(self.checkpoint, read, self.work.state, self.name, memory, self.report)
+            known = importance.kept(self.checkpoint, read, self.work.state, self.name, memory, self.report, self.images)
             self._resolved = replace(self._resolved, output=self.output.weighing(known))
         guide, couples = self.plan.guide, self.plan.couples
         weighs_each = isinstance(self.plan.rounding, SqueezeLlm)
@@ -174,7 +193,8 @@ class Run:
         if not self.state.blocks_done:
             self._require_room()
         if self.guide is not None and self.walked is not None:
-            self.guide.collect(self.checkpoint, self.walked, self.request.calib_memory, self.request.seed, self.report)
+            memory, seed = self.request.calib_memory, self.request.seed
+            self.guide.collect(self.checkpoint, self.walked, memory, seed, self.report, self.images)
 
     def look(self) -> None:
         """Measure the surprise of the original by the calibration text, before the hours of the block pass. A NaN is
@@ -206,7 +226,9 @@ class Run:
     def walk(self) -> None:
         """Compress and write every block, and write the tensors outside blocks."""
         with ShardWriter(self.work.out, self.files, self.output.written(self.state.blocks_done)) as writer:
-            walk = Walk(self._resolved, writer, self.state, self.walked, self.probes, self.guide, self.name)
+            walk = Walk(
+                self._resolved, writer, self.state, self.walked, self.probes, self.guide, self.name, self.images
+            )
             self.probed = walk.run(self.report)
             self.records, self.block_seconds = self.state.records + walk.head_records, walk.block_seconds
             self.output.copy_rest(writer, self.report)
@@ -251,7 +273,8 @@ class Run:
         if self.given is not None:
             read = self._with_drawn(self.given) if self.walked is None else self.walked
             shown = coverage.of(self.checkpoint.config, read, self.work.state, self.name)
-        return *shown, *domain.warnings(self.surprise, shared)
+        left_out = () if self.images is None else self.images.warnings
+        return *shown, *domain.warnings(self.surprise, shared), *left_out
 
     def measure(self) -> dict[str, Any] | None:
         """Measure the cost on the evaluation text, if there is one: by the reference in float32, or on the device as

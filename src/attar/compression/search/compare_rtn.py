@@ -67,7 +67,7 @@ class Gain:
             candidates(f"{ABLATION}{name}")
             advice += f", or leave out what does not help ({ABLATION}{name})"
         return (
-            f"on {self.tokens:,} tokens that calibrated nothing {name} is worse than plain rounding (mean KL "
+            f"on {self.tokens:,} tokens held out from calibration {name} is worse than plain rounding (mean KL "
             f"{self.kl:.3g}, without it {self.plain:.3g}): {advice}",
         )
 

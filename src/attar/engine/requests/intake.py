@@ -141,7 +141,8 @@ class Intake:
             if ask.params.prompt_logprobs is not None:
                 raise Refused("invalid", "prompt_logprobs: the tokens of an image have no log probabilities")
             if eviction is not None:
-                raise Refused("invalid", f"KV eviction {eviction}: not in a request with images")
+                message = f"KV eviction {eviction}: not in a request with images, which needs kv_eviction {NONE}"
+                raise Refused("invalid", message)
         return Prompt(ask.prompt) if self._images is None else self._images.take(ask)
 
     def _vocabulary(self) -> Vocabulary:

@@ -20,6 +20,7 @@ from attar.errors import UserError
 from attar.formats.scheme import ITEM_BITS
 from attar.model.config import ModelConfig
 from attar.model.families import read_config
+from attar.model.vision.config import read_vision
 from attar.plan import costs
 from attar.plan.comparison import Subject
 from attar.plan.costs import Storage
@@ -48,30 +49,35 @@ def subject(name: str) -> Subject:
         return _bare(name, bare)
     from attar.checkpoints.sources import hub
     from attar.checkpoints.sources.hub_headers import HubName
-    from attar.checkpoints.sources.opening import stored
 
     here = path.exists() or (path.suffix.lower() == ".gguf" and path.parent.is_dir())  # as `hub.resolve`
     if not here and (remote := HubName.parse(name)) is not None:
         return _remote(name, remote)
     found = hub.resolve(name)
     try:
-        return Subject(name, *stored(found))
+        return _stored(name, found)
     except UserError as error:
         if error.code != "checkpoint_incomplete" or found.suffix.lower() != ".gguf":
             raise
-        return Subject(name, *stored(found, whole=False))
+        return _stored(name, found, whole=False)
 
 
 def _remote(name: str, remote: HubName) -> Subject:
     """Return a model of the Hub: from the local cache where it is whole, else by the headers of its files."""
     from attar.checkpoints.sources import hub, hub_headers
-    from attar.checkpoints.sources.opening import stored
 
     if remote.file is None:
         with contextlib.suppress(CheckpointError):
-            return Subject(name, *stored(hub.resolve(name, offline=True)))
+            return _stored(name, hub.resolve(name, offline=True))
     with tempfile.TemporaryDirectory(prefix="attar-plan-") as place:
-        return Subject(name, *stored(hub_headers.fetch(remote, Path(place)), whole=False))
+        return _stored(name, hub_headers.fetch(remote, Path(place)), whole=False)
+
+
+def _stored(name: str, path: Path, whole: bool = True) -> Subject:
+    from attar.checkpoints.sources.opening import stored
+    from attar.engine.images.limits import tower_of
+
+    return Subject(name, *stored(path, whole), tower_of(path)[0])
 
 
 def _bare(name: str, path: Path) -> Subject:
@@ -91,7 +97,10 @@ def _bare(name: str, path: Path) -> Subject:
     config = read_config(value)
     candidates.check_size(config)
     dtype = config.dtype if config.dtype in ITEM_BITS and config.dtype != "float32" else "bfloat16"
-    return Subject(name, config, Storage(dtype=dtype))
+    vision = None
+    with contextlib.suppress(UserError):  # of a tower that is not read; such a model is served as a language model
+        vision = read_vision(value, config.hidden)
+    return Subject(name, config, Storage(dtype=dtype), vision)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,22 +11,42 @@ from attar.server.api.schemas import ALL_THAT_FIT, MAX_CHOICES, MAX_INPUTS, MAX_
 Schema = dict[str, Any]
 REF = "#/components/schemas/{name}"
 
+_NONE: Schema = {"type": "null"}
+_SOME: Schema = {
+    "anyOf": [{"type": "integer", "minimum": ALL_THAT_FIT, "maximum": MAX_TOKENS, "not": {"const": 0}}, _NONE]
+}
+"""A limit of tokens that is given, or left out."""
+
 
 def add_rules(schemas: Schema, shortest: int) -> None:
     """Add the checks of `schemas.py` on several fields together, and on lists of several kinds."""
     text: Schema = {"type": "string", "minLength": shortest}
     token = {"type": "integer", "minimum": 0, "maximum": MAX_TOKENS, "title": "Token"}
-    ids = {"type": "array", "items": token, "minItems": 1}
+    for found in list(parts(schemas)):
+        if found.get("title") == "StopString":
+            found.pop("maxLength")
+            found |= short()
+        elif found.get("title") == "Whitespace":
+            found["pattern"] = f"^{WHITESPACE}$"
+    _add_completions(schemas, text, token)
+    _add_chats(schemas)
+    _add_messages(schemas)
+    _add_llamacpp(schemas, text, token)
+    many = {"type": "array", "items": text, "minItems": 1, "maxItems": MAX_INPUTS}
+    schemas["OllamaEmbedBody"]["properties"]["input"] = {"anyOf": [text, many]}
+    schemas["OllamaEmbeddingsBody"]["properties"]["prompt"] = text
+    forms = {"prompt": "string", "messages": "array", "content": "string"}
+    schemas["TokenizeBody"]["anyOf"] = [
+        {**_may(**{**dict.fromkeys(forms, _NONE), own: {"type": kind}}), "required": [own]}
+        for own, kind in forms.items()
+    ]
 
-    def texts(most: int) -> list[Schema]:
-        many = [{"type": "array", "items": each, "minItems": 1, "maxItems": most} for each in (text, ids)]
-        return [text, ids, *many]
 
-    streamed = [_has(stream={"const": True}), _may(stream_options={"type": "null"})]
-    filled = {"type": "integer", "minimum": ALL_THAT_FIT, "maximum": MAX_TOKENS, "not": {"const": 0}}
-    completion, chat = schemas["CompletionBody"], schemas["ChatBody"]
-    completion["properties"]["prompt"] = {"anyOf": texts(MAX_PROMPTS)}
-    some = {"anyOf": [filled, {"type": "null"}]}
+def _add_completions(schemas: Schema, text: Schema, token: Schema) -> None:
+    """Add the forms of prompts, and the rules of text completions."""
+    ids, completion = {"type": "array", "items": token, "minItems": 1}, schemas["CompletionBody"]
+    many = [{"type": "array", "items": each, "minItems": 1, "maxItems": MAX_PROMPTS} for each in (text, ids)]
+    completion["properties"]["prompt"] = {"anyOf": [text, ids, *many]}
     # Two numbers cannot be compared, but some number from 1 on is between n and best_of, or between best_of and n. A
     # bound ignores null.
     enough = [_may(n={"maximum": each}, best_of={"minimum": each}) for each in range(1, MAX_CHOICES + 1)]
@@ -37,65 +57,58 @@ def add_rules(schemas: Schema, shortest: int) -> None:
             for each in range(2, MAX_CHOICES + 1)
         ),
     ]
-    unnamed = _may(logprob_token_ids={"anyOf": [{"type": "null"}, {"type": "array", "maxItems": 0}]})
-    untrusting = _may(
-        speculation={"anyOf": [{"type": "null"}, {"type": "object", **_may(trust_forced={"const": False})}]}
-    )
+    silent = _may(echo={"enum": [None, False]})
+    before_middle = [silent, _may(suffix={"enum": [None, ""]})]
+    uncut = _may(truncate_prompt_tokens=_NONE)
     completion |= _all(
-        {"anyOf": [untrusting, _may(logprobs={"type": "null"}, best_of={"enum": [None, 1]})]},
-        {"anyOf": [unnamed, _given("logprobs")]},
-        {"anyOf": [unnamed, _may(max_tokens=some, n_predict=some)]},
-        {"anyOf": streamed},
-        {"anyOf": [_has(echo={"const": True}), _may(max_tokens=some, n_predict=some)]},
+        {"anyOf": [_untrusting(), _may(logprobs=_NONE, best_of={"enum": [None, 1]})]},
+        {"anyOf": [_unnamed(), _given("logprobs")]},
+        {"anyOf": [_unnamed(), _may(max_tokens=_SOME, n_predict=_SOME)]},
+        {"anyOf": _streamed()},
+        {"anyOf": [_has(echo={"const": True}), _may(max_tokens=_SOME, n_predict=_SOME)]},
         {"anyOf": enough},
         {"anyOf": [_may(stream={"enum": [None, False]}), *all_kept]},
+        {"anyOf": [_may(prompt_logprobs=_NONE), silent, _may(logprobs=_NONE)]},
+        {"anyOf": before_middle},
+        *({"anyOf": [uncut, each]} for each in before_middle),
     )
-    limits = ("max_tokens", "max_completion_tokens", "n_predict")
-    for field in limits:
-        chat["properties"][field] = {**some, "default": None}
-    none: Schema = {"type": "null"}
+
+
+def _add_chats(schemas: Schema) -> None:
+    """Add the rules of chats and responses."""
+    chat = schemas["ChatBody"]
+    for field in ("max_tokens", "max_completion_tokens", "n_predict"):
+        chat["properties"][field] = {**_SOME, "default": None}
     chat |= _all(
-        {"anyOf": streamed},
-        {"anyOf": [_has(logprobs={"const": True}), _may(top_logprobs={"type": "null"})]},
-        {"anyOf": [_has(logprobs={"const": True}), unnamed]},
-        {"anyOf": [untrusting, _may(logprobs={"enum": [None, False]})]},
+        {"anyOf": _streamed()},
+        {"anyOf": [_has(logprobs={"const": True}), _may(top_logprobs=_NONE)]},
+        {"anyOf": [_has(logprobs={"const": True}), _unnamed()]},
+        {"anyOf": [_untrusting(), _may(logprobs={"enum": [None, False]})]},
     )
-    told_once = [
-        _may(prompt_logprobs={"type": "null"}),
-        _may(echo={"enum": [None, False]}),
-        _may(logprobs={"type": "null"}),
-    ]
-    completion["not"]["not"]["allOf"].append({"anyOf": told_once})
-    before_middle = [_may(echo={"enum": [None, False]}), _may(suffix={"enum": [None, ""]})]
-    completion["not"]["not"]["allOf"].append({"anyOf": before_middle})
-    uncut = _may(truncate_prompt_tokens={"type": "null"})
-    completion["not"]["not"]["allOf"] += [{"anyOf": [uncut, each]} for each in before_middle]
-    for found in list(parts(schemas)):
-        if found.get("title") == "StopString":
-            found.pop("maxLength")
-            found |= short()
-        elif found.get("title") == "Whitespace":
-            found["pattern"] = f"^{WHITESPACE}$"
     schemas["StreamOptions"]["properties"]["include_obfuscation"] = {"const": False, "default": False}
     schemas["ResponseStreamOptions"]["properties"]["include_obfuscation"] = {"enum": [None, False], "default": None}
     scored = {"type": "array", "contains": {"const": "message.output_text.logprobs"}}
     unscored = _may(top_logprobs={"enum": [None, 0]})
-    schemas["ResponsesBody"] |= _all({"anyOf": streamed}, {"anyOf": [_has(include=scored), unscored]})
-    schemas["MessageItem"]["required"].remove("type")
+    schemas["ResponsesBody"] |= _all({"anyOf": _streamed()}, {"anyOf": [_has(include=scored), unscored]})
     made = [_given(name) for name in ("json", "regex", "choice", "grammar")] + [_has(json_object={"const": True})]
-    spaced = {"anyOf": [_may(whitespace_pattern={"type": "null"}), made[0], made[-1]]}
+    spaced = {"anyOf": [_may(whitespace_pattern=_NONE), made[0], made[-1]]}
     schemas["StructuredOutputs"] |= _all({"oneOf": made}, spaced)
+
+
+def _add_messages(schemas: Schema) -> None:
+    """Add the rules of messages of each API: what a role has, and has not."""
+    schemas["MessageItem"]["required"].remove("type")
     content: Schema = {"type": ["string", "array"]}
-    uncalled: Schema = {"anyOf": [{"type": "null"}, {"type": "array", "maxItems": 0}]}
+    uncalled: Schema = {"anyOf": [_NONE, {"type": "array", "maxItems": 0}]}
     schemas["Message"]["anyOf"] = [
-        _may(role={"const": "assistant"}, tool_call_id={"type": "null"}),
+        _may(role={"const": "assistant"}, tool_call_id=_NONE),
         {
             **_may(role={"const": "tool"}, content=content, tool_call_id={"type": "string"}, tool_calls=uncalled),
             "required": ["content", "tool_call_id"],
         },
         {
             **_may(
-                role={"enum": ["system", "developer", "user"]}, content=content, tool_call_id={"type": "null"},
+                role={"enum": ["system", "developer", "user"]}, content=content, tool_call_id=_NONE,
                 tool_calls=uncalled,
             ),
             "required": ["content"],
@@ -108,15 +121,6 @@ def add_rules(schemas: Schema, shortest: int) -> None:
         _may(role={"const": "assistant"}, content={"anyOf": [{"type": "string"}, own]}),
     ]
     schemas["OllamaMessage"]["anyOf"] = [_may(role={"const": "assistant"}), _may(tool_calls=uncalled)]
-    _add_llamacpp(schemas, text, token)
-    many = {"type": "array", "items": text, "minItems": 1, "maxItems": MAX_INPUTS}
-    schemas["OllamaEmbedBody"]["properties"]["input"] = {"anyOf": [text, many]}
-    schemas["OllamaEmbeddingsBody"]["properties"]["prompt"] = text
-    forms = {"prompt": "string", "messages": "array", "content": "string"}
-    schemas["TokenizeBody"]["anyOf"] = [
-        {**_may(**{**dict.fromkeys(forms, none), own: {"type": kind}}), "required": [own]}
-        for own, kind in forms.items()
-    ]
 
 
 def _add_llamacpp(schemas: Schema, text: Schema, token: Schema) -> None:
@@ -145,6 +149,21 @@ def _add_llamacpp(schemas: Schema, text: Schema, token: Schema) -> None:
     ]
     for name in ("NativeCompletionBody", "InfillBody"):
         schemas[name] |= _all({"anyOf": penalty})
+
+
+def _streamed() -> list[Schema]:
+    """Return the ways in which a body may have options of a stream: with one, or none."""
+    return [_has(stream={"const": True}), _may(stream_options=_NONE)]
+
+
+def _unnamed() -> Schema:
+    """Return the schema of a body that names no tokens whose log probabilities it wants."""
+    return _may(logprob_token_ids={"anyOf": [_NONE, {"type": "array", "maxItems": 0}]})
+
+
+def _untrusting() -> Schema:
+    """Return the schema of a body that trusts no forced tokens."""
+    return _may(speculation={"anyOf": [_NONE, {"type": "object", **_may(trust_forced={"const": False})}]})
 
 
 def _given(name: str) -> Schema:
