@@ -85,6 +85,10 @@ class CompressConfig(options.OutputConfig):
     evaluation: Annotated[Path | None, option(
         "Comparison", "FILE", "Held-out text: measure the cost on it and add it to the receipt.", "--eval",
     )] = None  # fmt: skip
+    evaluation_images: Annotated[Path | None, option(
+        "Comparison", "FOLDER", "Images with held-out texts, laid out as for --calib-images: measure the cost on the "
+        "texts behind them too.", "--eval-images",
+    )] = None  # fmt: skip
     eval_tokens: Annotated[int | None, option("Comparison", "N", "Tokens of --eval to use at most.", min=2)] = None
     device: options.Device = "cpu"
     max_shard: options.MaxShard = None
@@ -129,7 +133,7 @@ def compress(config: CompressConfig) -> None:
             head=config.head or default_head(config.output, config.as_draft and config.recipe is None),
             target=parse_target(config.target_bits, config.target_size, config.target_kl, config.candidates),
             calibration=config.calib, calib_images=config.calib_images, imatrix=config.imatrix,
-            evaluation=config.evaluation, samples=config.samples,
+            evaluation=config.evaluation, evaluation_images=config.evaluation_images, samples=config.samples,
             length=config.length, seed=config.seed, drawn=config.self_samples, calib_memory=config.calib_memory,
             eval_tokens=config.eval_tokens, max_shard_bytes=config.max_shard, overwrite=config.overwrite,
             resume=not config.restart, device=config.device, as_draft=config.as_draft,
@@ -154,6 +158,9 @@ def summary(done: Compressed) -> Iterator[str]:
         Row("original", done.source_bytes, None, {"ppl": (done.cost or {}).get("ppl_base")}),
         Row(name, done.bytes, done.bits_per_weight, done.cost),
     ])  # fmt: skip
+    if (seen := done.images) is not None:
+        kl, images = seen["kl_mean"], seen["protocol"]["images"]
+        yield f"on {seen['tokens']:,} tokens behind {images} image{'s' * (images != 1)}: mean KL {kl:.3g}"
     yield from gains(done)
     share = done.bytes / done.source_bytes
     yield f"{done.path}: {done.bytes:,} bytes, {share:.1%} of the original's, in {done.seconds:.1f} s"
@@ -172,7 +179,7 @@ def warnings(done: Compressed) -> Iterator[str]:
     """Yield warnings about an output, for stderr."""
     from attar.checkpoints import vocabulary
 
-    yield from (*done.warnings, *done.notes)
+    yield from (*done.warnings, *done.notes, *(done.images or {}).get("warnings", ()))
     if done.path.is_dir() and not vocabulary.has_tokenizer(done.path):  # a file's notes include it
         yield "the original has no tokenizer that attar reads, nor has this: it takes token ids alone"
 

@@ -8,11 +8,9 @@ from pathlib import Path
 from attar.checkpoints import vocabulary
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.sources import hf, hub
-from attar.checkpoints.sources.vision import load_vision
-from attar.errors import UserError
+from attar.checkpoints.sources.vision import image_settings, load_vision
 from attar.evaluation.report import load
 from attar.images.pairs import PairPrompts
-from attar.images.settings import ImageSettings, read_settings
 from attar.metrics.images import Seeing, measure_images
 from attar.metrics.measure import Report
 from attar.model.decoder import Decoder
@@ -48,15 +46,6 @@ def evaluate_images(
     seeing = _seeing(path, load(str(path), path, computed, told, adapter))
     base = None if other is None else _seeing(other, load(str(other), other, computed, told))
     return measure_images(seeing, pairs, base, partial(told, "evaluating"))
-
-
-def image_settings(path: Path) -> ImageSettings:
-    """Return how a model wants images. Raises UserError (`feature_unsupported`) for one that takes none."""
-    settings = None if vocabulary.is_gguf(path) else read_settings(path)
-    if settings is None:
-        message = f"{path} takes no images: it is no folder with a vision tower and a preprocessor_config.json"
-        raise UserError("feature_unsupported", message)
-    return settings
 
 
 def _seeing(path: Path, decoder: Decoder) -> Seeing:

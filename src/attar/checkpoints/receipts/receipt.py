@@ -65,7 +65,7 @@ KEYS: Mapping[str, str] = {
     "evaluation": "Figures of `--eval`.",
     "tasks": "Figures of `attar eval --task --record`, by task.",
     "plan": "What `attar plan --apply` predicted of this output, beside what it measured.",
-    "images": "Figures of `attar eval --images --record`.",
+    "images": "Figures of `--eval-images`, or of `attar eval --images --record`.",
     "earlier": "SHA-256 of the receipt before something was recorded in it, and of those that it names.",
     "files": "SHA-256 of each file beside the receipt.",
     "probes": "Inputs and outputs that `attar verify` replays.",

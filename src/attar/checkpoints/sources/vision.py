@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from attar.checkpoints.folder import Folder, read_config
 from attar.checkpoints.strict_io import naming
+from attar.checkpoints.vocabulary import is_gguf
+from attar.errors import UserError
+from attar.images.settings import ImageSettings, read_settings
 from attar.kernels.dispatch import BackendWeights
 from attar.kernels.tiles import faster
 from attar.model.families import read_config as read_model
@@ -39,6 +44,15 @@ def vision_config(folder: Folder) -> VisionConfig | None:
     given = read_config(path) if path.exists() else None
     with naming(folder.path):
         return read_vision(folder.config, read_model(folder.config).hidden, given)
+
+
+def image_settings(path: Path) -> ImageSettings:
+    """Return how a model wants images. Raises UserError (`feature_unsupported`) for one that takes none."""
+    settings = None if is_gguf(path) else read_settings(path)
+    if settings is None:
+        message = f"{path} takes no images: it is no folder with a vision tower and a preprocessor_config.json"
+        raise UserError("feature_unsupported", message)
+    return settings
 
 
 def load_vision(folder: Folder, dtype: torch.dtype, store: BackendWeights | None = None) -> VisionModel | None:

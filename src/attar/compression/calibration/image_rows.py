@@ -23,11 +23,10 @@ from torch import Tensor
 from attar.checkpoints import vocabulary
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.sources.hf import Checkpoint
-from attar.checkpoints.sources.vision import load_vision, vision_config
+from attar.checkpoints.sources.vision import image_settings, load_vision, vision_config
 from attar.compression.resume import Damaged, restore, save
 from attar.errors import UserError
 from attar.images.pairs import PairPrompts, read_pairs
-from attar.images.settings import ImageSettings, read_settings
 from attar.progress import StageProgress
 
 
@@ -61,21 +60,12 @@ class ImageRows:
 
 def check(images: Path, source: Checkpoint) -> None:
     """Raise UserError where a model takes no images in calibration, or the folder has no pairs."""
-    _settings(source)
+    image_settings(source.folder.path)
     config = vision_config(Folder(source.folder.path))
     if config is not None and config.bidirectional:
         message = "--calib-images: rows of an image that see each other, as Gemma 3's do, are not supported"
         raise UserError("feature_unsupported", message)
     read_pairs(images)
-
-
-def _settings(source: Checkpoint) -> ImageSettings:
-    path = source.folder.path
-    settings = None if vocabulary.is_gguf(path) else read_settings(path)
-    if settings is None:
-        message = f"--calib-images: {path} is no folder with a vision tower and a preprocessor_config.json"
-        raise UserError("feature_unsupported", message)
-    return settings
 
 
 def kept_or_made(
@@ -112,7 +102,7 @@ def make(
     vision = load_vision(Folder(path), torch.float32)
     assert vision is not None, "settings of images without a tower"
     length, told = text.shape[1], progress or (lambda done, total: None)
-    pairs = PairPrompts(images, _settings(source), vocabulary.tokenizer(path), length, most)
+    pairs = PairPrompts(images, image_settings(path), vocabulary.tokenizer(path), length, most)
     lines: list[list[int]] = []
     features: list[Tensor] = []
     angles: list[Tensor] = []

@@ -59,7 +59,8 @@ class CompressionRequest:
     given text alone chooses between recipes or bits and judges tuning. `calib_images` is a folder of images with texts
     (`images.pairs`); at most `samples` of them follow the text, each in a sequence of its own. `imatrix` is an
     importance matrix for a GGUF file, which weighs errors by it; calibration alone gives one. `evaluation` is a
-    held-out text file on whose first `eval_tokens` the cost is measured.
+    held-out text file on whose first `eval_tokens` the cost is measured; `evaluation_images` is a folder of images with
+    held-out texts, behind which it is measured as well.
 
     With `requantize` the source may be compressed itself, in any format that attar reads: its decoded values are
     compressed then, and are the original in every measurement. An output file has at most `max_shard_bytes`; None:
@@ -88,6 +89,7 @@ class CompressionRequest:
     calib_images: Path | None = None
     imatrix: str | Path | None = None
     evaluation: str | Path | None = None
+    evaluation_images: Path | None = None
     eval_tokens: int | None = None
     device: str = "cpu"
     calib_memory: int = 2 << 30

@@ -38,6 +38,7 @@ from attar.compression.request.resolve import (
     resolve,
 )
 from attar.compression.resume import write_note
+from attar.compression.runs import image_cost
 from attar.compression.runs.run import Run, begin_anew
 from attar.compression.search import best, bit_budget, candidates, compare_rtn
 from attar.compression.search.best import Choice
@@ -67,6 +68,7 @@ class Compressed:
     records: tuple[Record, ...]
     cost: Mapping[str, Any] | None
     notes: tuple[str, ...]  # for users who load it elsewhere
+    images: Mapping[str, Any] | None = None  # figures on texts behind images
     warnings: tuple[str, ...] = ()  # about too little calibration text
     allocated: float | None = None  # bits a weight of the linears that a target decided
     reached: float | None = None  # the KL of the output, on the text by which bits were chosen
@@ -80,7 +82,7 @@ class Compressed:
         return {
             "path": str(self.path), "recipe": self.recipe, "head": self.head, "bits_per_weight": self.bits_per_weight,
             "bytes": self.bytes, "source_bytes": self.source_bytes, "seconds": round(self.seconds, 3),
-            "kl_mean": (self.cost or {}).get("kl_mean"), "evaluation": self.cost,
+            "kl_mean": (self.cost or {}).get("kl_mean"), "evaluation": self.cost, "images": self.images,
             "layers": [asdict(record) for record in self.records], "notes": list(self.notes),
             "warnings": list(self.warnings), "allocated_bits": self.allocated, "allocated_kl": self.reached,
             "selection": self.selection, "tune": self.tuned, "texts": self.texts, "gain": self.gain,
@@ -129,6 +131,8 @@ def compress_request(request: CompressionRequest, progress: Progress | None = No
         load_recipe(request.recipe)  # a mistake in it or in a path costs no download
     require_texts(request)
     source, choice = open_source(request), None
+    if request.evaluation_images is not None:
+        image_cost.check(request.evaluation_images, source.folder.path, request.to_file)
     if tries is not None:
         choice = _choice(request, source, tries, report)
         request = replace(request, recipe=choice.winner, calibration=choice.calibration)
@@ -147,7 +151,10 @@ def _choice(request: CompressionRequest, source: Checkpoint, tries: Candidates, 
             )
 
     def make(name: str, ids: list[list[int]], out: Path) -> float:
-        trial = replace(request, dst=out, recipe=name, calibration=ids, evaluation=None, overwrite=True)
+        trial = replace(
+            request, dst=out, recipe=name, calibration=ids, evaluation=None,
+            evaluation_images=None, overwrite=True,
+        )  # fmt: skip
         return _carry_out(resolve(trial, source, name, trial.sequences), report, trial=True).bits_per_weight
 
     return best.for_output(tries, request, source, report, make)
@@ -226,7 +233,7 @@ def _gain(asked: ResolvedCompression, run: Run, hashes: Mapping[str, str]) -> Ga
         importances = run.output.importances
     plain = replace(
         request, dst=state / ("plain.gguf" if request.to_file else "plain"), recipe=rounded, imatrix=None,
-        calibration=run.given.tolist(), evaluation=None, overwrite=True,
+        calibration=run.given.tolist(), evaluation=None, evaluation_images=None, overwrite=True,
     )  # fmt: skip
     trial = resolve(plain, asked.source, rounded, plain.sequences, importances=importances)
 
@@ -249,7 +256,7 @@ def _finished(
     gained: Gain | None,
 ) -> Compressed:
     """Write the receipt and the model card; return the output's cost and its notes."""
-    output, about, cost = run.output, dict(run.state.about), run.measure()
+    output, about, cost, seen = run.output, dict(run.state.about), run.measure(), run.measure_images()
     share = run.shared(next((search.read for search in (choice, chosen) if search is not None), run.given))
     warnings, kinds = run.warnings(share), domain.to_dict(run.surprise, share)
     if chosen is not None and reached is not None:
@@ -282,6 +289,7 @@ def _finished(
         seconds=0.0,  # set at the very end
         records=tuple(run.records),
         cost=cost,
+        images=seen,
         notes=output.notes,
         warnings=warnings,
         allocated=None if chosen is None else chosen.allocation.bits_per_weight,
@@ -296,6 +304,7 @@ def _finished(
     about |= run.learned
     about |= {} if choice is None else {"selection": result.selection}
     about |= {} if kinds is None else {"texts": kinds}
+    about |= {} if seen is None else {"images": seen}
     about |= {"warnings": list(warnings)} if warnings else {}
     records = [asdict(record) for record in run.records]
     receipt.write(run.made, about, hashes, records, result.bits_per_weight, cost, run.probed)

@@ -36,6 +36,7 @@ from attar.compression.request.resolve import ResolvedCompression, compressed_or
 from attar.compression.resume import write_note
 from attar.compression.rotation import spinquant_training
 from attar.compression.rotation.rotated import RotatedCheckpoint
+from attar.compression.runs import image_cost
 from attar.compression.runs.block_pass import STATE, RunState, Walk
 from attar.compression.search.allocate import Allocation
 from attar.compression.training import tune
@@ -295,6 +296,11 @@ class Run:
                 "command without --eval ends at once, and `attar eval OUTPUT --against ORIGINAL` measures it on a CPU "
                 f"({error})",
             ) from None
+
+    def measure_images(self) -> dict[str, Any] | None:
+        """Measure the cost on texts behind images, if a folder of them was given."""
+        images = self.request.evaluation_images
+        return None if images is None else image_cost.measure(images, self.made, self.source, self.report)
 
     def _whole(self, model: Path | hf.Checkpoint) -> Decoder:
         device = self.request.device

@@ -1,0 +1,44 @@
+"""The cost of an output on texts behind images, measured as `attar eval --images` does."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attar.checkpoints import vocabulary
+from attar.checkpoints.folder import Folder
+from attar.checkpoints.sources import hf, opening
+from attar.checkpoints.sources.vision import image_settings, load_vision
+from attar.errors import UserError
+from attar.images.pairs import PairPrompts, read_pairs
+from attar.metrics.images import Seeing, measure_images
+from attar.model.decoder import Decoder
+from attar.progress import Progress
+
+
+def check(images: Path, source: Path, to_file: bool) -> None:
+    """Raise UserError, before hours of work, where the model takes no images, its output has no tower, or the folder
+    has no pairs."""
+    image_settings(source)
+    if to_file:
+        raise UserError("option_conflict", "--eval-images: a GGUF file has no vision tower, so it takes no images")
+    read_pairs(images)
+
+
+def measure(images: Path, made: Path, source: hf.Checkpoint, report: Progress) -> dict[str, Any]:
+    """Return the figures of the output in the folder `made` against its source, in float32 by the reference on a CPU,
+    and warnings about pairs that were left out."""
+    path = source.folder.path
+    pairs = PairPrompts(images, image_settings(path), vocabulary.tokenizer(path), source.config.context)
+    model = _seeing(made, opening.load(made, torch.float32))
+    base = _seeing(path, hf.load_again(source, torch.float32))
+    return measure_images(model, pairs, base, partial(report, "evaluating on images")).to_dict()
+
+
+def _seeing(path: Path, decoder: Decoder) -> Seeing:
+    vision = load_vision(Folder(path), torch.float32)
+    assert vision is not None, "settings of images without a tower"
+    return Seeing(decoder, vision)
