@@ -39,7 +39,7 @@ from attar.kv.schemes import BUCKET, UNIT, KvScheme, Layout, divide, scheme
 
 SHAPES = {"llama-3.2-1b": (32, 8, 64), "qwen2.5-0.5b": (14, 2, 64), "llama-3.1-8b": (32, 8, 128)}
 BLOCK = 64
-NARROW = ("int8", "int4", "klt4", "klt2", "kivi2", "nuq4", "nuq3")
+NARROW = ("int8", "int4", "klt4", "klt2", "kivi4", "kivi2", "nuq4", "nuq3")
 
 LIMITS = r"""
 #include <cstdint>

@@ -103,7 +103,7 @@ def rotated(x: Tensor) -> Tensor:
 
 def ways() -> list[Way]:
     plain = SCHEMES["float32"]
-    names = ("int8", "fp8", "klt4", "int4", "klt2", "kivi2", "nuq4", "nuq3")
+    names = ("int8", "fp8", "klt4", "kivi4", "int4", "klt2", "kivi2", "nuq4", "nuq3")
     return [
         Way("q4_0", plain, rounded=q4_0, bits=4.5),
         Way("q4_0 rotated", plain, rounded=rotated, bits=4.5),

@@ -61,7 +61,7 @@ def test_company_chunks_prefix_hits_and_preemption_change_no_bit(decoder: Decode
     company(decoder, seed, 14)
 
 
-ROUNDED = sorted({*SCHEMES} - {"float32", "kivi2"})  # which are in the test above, and in the one below
+ROUNDED = sorted({*SCHEMES} - {"float32", "kivi4", "kivi2"})  # which are in the test above, and in the one below
 
 
 @pytest.mark.parametrize("kv", ROUNDED)
@@ -70,10 +70,11 @@ def test_nor_do_they_where_keys_and_values_are_rounded(decoder: Decoder, kv: str
     company(decoder, seed, 7, kv)
 
 
+@pytest.mark.parametrize("kv", ["kivi4", "kivi2"])
 @pytest.mark.parametrize("seed", range(SEEDS // 4))
 @pytest.mark.usefixtures("decoder")
-def test_nor_in_groups_of_heads_that_are_wide_enough(tiny: Path, seed: int) -> None:
-    company(LLM(tiny, activations="int8g32", verify=False).decoder, seed, 7, "kivi2")
+def test_nor_in_groups_of_heads_that_are_wide_enough(tiny: Path, kv: str, seed: int) -> None:
+    company(LLM(tiny, activations="int8g32", verify=False).decoder, seed, 7, kv)
 
 
 @pytest.mark.parametrize("kv", ["float32", *ROUNDED])

@@ -94,7 +94,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         )
         for policy in (Eviction("sink", 64, 4), Eviction("snapkv", 64))
     },
-    **{kv: ({"kv": kv}, {"params": SamplingParams(**SEEDED)}) for kv in ("int8", "klt4", "klt2", "kivi2")},
+    **{kv: ({"kv": kv}, {"params": SamplingParams(**SEEDED)}) for kv in ("int8", "klt4", "klt2", "kivi4", "kivi2")},
 }  # fmt: skip
 
 Answer = dict[int, tuple[list[int], str, list[object], object]]

@@ -123,7 +123,7 @@ def test_what_is_not_finite_shows(dtype: torch.dtype) -> None:
     assert not bit_planes.dequantize(*zero, UNEVEN).any()
     for along in (2, 3):
         infinite = torch.where(torch.arange(64)[:, None] == 40, math.inf, randn(1, 1, 64, 64))
-        _, scale, _ = kivi.quantize(infinite, along, 32)
+        _, scale, _ = kivi.quantize(infinite, along, 32, 2)
         assert scale.isnan().any()
         assert scale.isfinite().any()
 
@@ -143,16 +143,17 @@ def test_what_is_too_large_shows_in_its_own_row(size: float, dtype: torch.dtype)
 
 @pytest.mark.parametrize("along", [2, 3])
 @pytest.mark.parametrize("group", [32, 64])
-def test_kivi_by_its_formula(along: int, group: int) -> None:
-    """Zero is the least of a group, scale a third of its range, codes the nearest."""
+@pytest.mark.parametrize("bits", [2, 4])
+def test_kivi_by_its_formula(along: int, group: int, bits: int) -> None:
+    """Zero is the least of a group, scale its range over the greatest code, codes the nearest."""
     x = randn(2, HEADS, 64, 64, seed=3)
-    codes, scales, zeros = kivi.quantize(x, along, group)
-    assert codes.shape == ((2, HEADS, 64, 16) if along == 3 else (2, HEADS, 4, 64, 4))
+    codes, scales, zeros = kivi.quantize(x, along, group, bits)
+    assert codes.shape == ((2, HEADS, 64, 8 * bits) if along == 3 else (2, HEADS, 4, 32 * bits, 4))
     assert scales.shape[along] == 64 // group
-    ours = kivi.dequantize(codes, scales, zeros, along)
+    ours = kivi.dequantize(codes, scales, zeros, along, bits)
     groups = x.unflatten(along, (-1, group))
     low, high = groups.amin(along + 1, keepdim=True), groups.amax(along + 1, keepdim=True)
-    step = (high - low) / 3
+    step = (high - low) / ((1 << bits) - 1)
     plain = (((groups - low) / step).round() * step + low).flatten(along, along + 1)
     assert (ours - plain).abs().quantile(0.99) <= 2**-9 * x.abs().max()  # float16 beside float32
     assert ((ours - x).abs() <= (step.expand_as(groups).flatten(along, along + 1) / 2) * 1.01 + 2**-9).all()
@@ -164,9 +165,9 @@ def test_keys_with_channels_of_outliers_want_scales_a_channel() -> None:
     keys[..., [3, 17, 40]] *= 30
 
     def error(along: int) -> float:
-        codes, scales, zeros = kivi.quantize(keys, along, 32)
+        codes, scales, zeros = kivi.quantize(keys, along, 32, 2)
         ordinary = [channel for channel in range(64) if channel not in (3, 17, 40)]
-        return float((kivi.dequantize(codes, scales, zeros, along) - keys)[..., ordinary].norm())
+        return float((kivi.dequantize(codes, scales, zeros, along, 2) - keys)[..., ordinary].norm())
 
     assert error(2) < 0.2 * error(3)
 
@@ -186,7 +187,7 @@ def paged(pages: PagedKV, k: Tensor, v: Tensor, q: Tensor, cuts: list[int], form
     return torch.cat(out)
 
 
-@pytest.mark.parametrize("kv", ["kivi2", "klt2"])
+@pytest.mark.parametrize("kv", ["kivi4", "kivi2", "klt2"])
 def test_a_token_sees_its_own_block_as_it_is_and_others_rounded(kv: str) -> None:
     form, block = AttentionForm(2 * HEADS, HEADS, SIZE, 0.3), 32
     low = Bases(basis([[4, 3, 3, 0]] * HEADS), basis([[3, 3, 3, 1]] * HEADS, seed=5))

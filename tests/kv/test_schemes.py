@@ -18,7 +18,7 @@ LARGEST = {1: 0.7979, 2: 1.5104, 3: 2.1520, 4: 2.7326, 5: 3.2607, 6: 3.7441}
     [
         ("float32", 64, 32), ("bfloat16", 128, 16), ("int8", 64, 8.5), ("int8", 128, 8.25), ("fp8", 64, 8.5),
         ("int4", 64, 4.25), ("int4", 128, 4.125), ("klt4", 64, 4.5), ("klt4", 128, 4.4375), ("klt2", 64, 2.5),
-        ("kivi2", 64, 3), ("kivi2", 128, 3), ("nuq4", 64, 4.75), ("nuq3", 128, 3.5),
+        ("kivi4", 64, 5), ("kivi2", 64, 3), ("kivi2", 128, 3), ("nuq4", 64, 4.75), ("nuq3", 128, 3.5),
     ],
 )  # fmt: skip
 def test_bits_of_a_number_with_all_that_stands_beside_it(name: str, head_dim: int, bits: float) -> None:
@@ -30,7 +30,7 @@ def test_the_unfinished_block_counts() -> None:
     assert scheme("klt2").bits_per_value(64, 64, 4096) == 2.75
     assert scheme("kivi2").bits_per_value(64, 64, 4096) == 3.25
     assert scheme("int4").bits_per_value(64, 64, 4096) == 4.25
-    assert [name for name, each in SCHEMES.items() if each.round_to(64) == 64] == ["kivi2", "klt2"]
+    assert [name for name, each in SCHEMES.items() if each.round_to(64) == 64] == ["kivi4", "kivi2", "klt2"]
 
 
 def test_what_a_scheme_does_not_keep() -> None:

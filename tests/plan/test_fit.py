@@ -250,7 +250,7 @@ def test_a_server_takes_no_more_of_a_fraction_than_it_can_use() -> None:
 
 
 @pytest.mark.parametrize("config", [CONFIG, shape("qwen2.5-0.5b")])
-@pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8", "int4", "klt4", "klt2", "kivi2"])
+@pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8", "int4", "klt4", "klt2", "kivi4", "kivi2"])
 def test_another_cache_format_is_a_division_of_its_own(config: ModelConfig, kv: str) -> None:
     limits, cache = StepLimits(rows=128), CacheLimits(64 * BLOCK)
     first = Deployment(config, W4, SCHEMES["bfloat16"])

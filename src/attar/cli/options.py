@@ -107,8 +107,8 @@ DraftTree = Annotated[int | None, option(
 )]  # fmt: skip
 
 Kv = Annotated[str | None, option(
-    "Cache", "FORMAT", "KV cache format: float32, bfloat16, int8, fp8, klt4, int4, klt2, kivi2, nuq4 or nuq3.", "--kv",
-    default="as computed",
+    "Cache", "FORMAT", "KV cache format: float32, bfloat16, int8, fp8, kivi4, klt4, nuq4, int4, nuq3, kivi2 or klt2.",
+    "--kv", default="as computed",
 )]  # fmt: skip
 
 

@@ -14,14 +14,15 @@
 //   recent        [tails, G, block, D], bfloat16, or none: where there is, the last block of each sequence lies in one of
 //                 them until its last slot is written, and goes to its place then
 //
-// Pages of KIVI have codes of 2 bits, from the lowest of a word of 16, and float16 scales and zeros: code * scale + zero.
-//   keys    [blocks, G, block / 16, D]: a word of 16 slots;  scales, zeros [blocks, G, block / group, D]
-//   values  [blocks, G, block, D / 16]: a word of 16 columns;  scales, zeros [blocks, G, block, D / group]
+// Pages of KIVI have codes of `bits` bits, 2 or 4, and float16 scales and zeros: code * scale + zero. A word has two bits of
+// 16 codes, from the lowest; there is a plane of words for each two bits of a code, the low ones first.
+//   keys    [blocks, G, block / 16, bits / 2, D]: words of 16 slots;  scales, zeros [blocks, G, block / group, D]
+//   values  [blocks, G, block, bits / 2, D / 16]: words of 16 columns;  scales, zeros [blocks, G, block, D / group]
 //   recent  as above
 //
-// Pages of KVQuant have codes of `units` bits, 3 or 4, of coordinates (x - mean) / spread, and what stands apart. K is how many
+// Pages of KVQuant have codes of `bits` bits, 3 or 4, of coordinates (x - mean) / spread, and what stands apart. K is how many
 // of a head's coordinates do; those of a block's first slot do besides (kv/kvquant.py has the arithmetic).
-//   keys, values       [blocks, G, block, units, D / 8]: bits of one rank, 8 columns a byte
+//   keys, values       [blocks, G, block, bits, D / 8]: bits of one rank, 8 columns a byte
 //   scales             [blocks, G, block], bfloat16, of values alone: value = levels[code] * scale
 //   outliers, columns  [blocks, G, block, K]: coordinates in bfloat16, and where they belong
 //   firsts             [blocks, G, D], bfloat16
@@ -61,7 +62,7 @@ struct Bases {
 struct Channels {
     const float* mean;    // [G, D]
     const float* spread;  // [G, D]
-    const float* levels;  // [2^units], ascending
+    const float* levels;  // [2^bits], ascending
     Bfloat16* outliers;
     std::uint8_t* columns;
     Bfloat16* firsts;
@@ -95,7 +96,8 @@ struct Pages {
     void* value_zeros;
     std::int64_t blocks, block, kv_heads, head_dim;
     const Bases* bases;  // of planes, else null
-    std::int64_t units;  // U of planes; of KIVI the group, tokens of keys and columns of values; of KVQuant bits of a code
+    std::int64_t units;  // U of planes; of KIVI the group, tokens of keys and columns of values
+    std::int64_t bits;   // of a code of KIVI or KVQuant
     Bfloat16 *recent_keys, *recent_values;  // null where there are none
     std::int64_t tails;                     // how many
     bool byte_scales;                       // of planes

@@ -23,6 +23,7 @@ Sizes checked_sizes(const Pages& pages) {
         if (pages.units < 16 || pages.units % 16 != 0 || pages.head_dim % pages.units != 0 ||
             pages.block % pages.units != 0)
             refuse("groups of KIVI are a multiple of 16, and divide blocks and heads");
+        if (pages.bits != 2 && pages.bits != 4) refuse("codes of KIVI have 2 or 4 bits");
     }
     if (planes) {
         if (pages.head_dim % 16 != 0) refuse("planes are of heads of a multiple of 16 columns");
@@ -48,7 +49,7 @@ Sizes checked_sizes(const Pages& pages) {
             refuse("rows read two runs or more, or half of all or less");
     }
     if (nuq) {
-        if (pages.units != 3 && pages.units != 4) refuse("codes of KVQuant have 3 or 4 bits");
+        if (pages.bits != 3 && pages.bits != 4) refuse("codes of KVQuant have 3 or 4 bits");
         if (pages.head_dim % 8 != 0 || pages.head_dim > 256)
             refuse("KVQuant is of heads of a multiple of 8 columns, 256 at most");
         if (pages.outliers < 1 || pages.outliers >= pages.head_dim) refuse("impossible number of outliers");
@@ -56,8 +57,8 @@ Sizes checked_sizes(const Pages& pages) {
     const std::int64_t key_run = integers ? (pages.head_dim + 3) / 4 * 64 : pages.head_dim * 16;
     std::int64_t raw_key = 0, raw_value = 0;
     if (planes) raw_key = raw_value = 16 * pages.units;
-    if (kivi) raw_key = raw_value = 4 * pages.head_dim;
-    if (nuq) raw_key = raw_value = 2 * pages.units * pages.head_dim;
+    if (kivi) raw_key = raw_value = 2 * pages.bits * pages.head_dim;
+    if (nuq) raw_key = raw_value = 2 * pages.bits * pages.head_dim;
     if (pages.layout == KvLayout::fp8) raw_key = key_run, raw_value = padded * 16;
     return {pages.kv_heads, pages.head_dim, padded, pages.block, key_run, padded * 16, raw_key, raw_value};
 }

@@ -23,7 +23,7 @@ T* at(std::uintptr_t address) {
 Pages pages_of(KvLayout layout, std::uintptr_t keys, std::uintptr_t values, std::uintptr_t key_scales,
                std::uintptr_t value_scales, std::uintptr_t key_zeros, std::uintptr_t value_zeros, std::int64_t blocks,
                std::int64_t block, std::int64_t kv_heads, std::int64_t head_dim, std::uintptr_t bases,
-               std::int64_t units, std::uintptr_t recent_keys, std::uintptr_t recent_values, std::int64_t tails,
+               std::int64_t units, std::int64_t bits, std::uintptr_t recent_keys, std::uintptr_t recent_values, std::int64_t tails,
                bool byte_scales, std::int64_t outliers, std::uintptr_t signs) {
     static_assert(sizeof(Signs) == 19 * sizeof(void*), "nineteen numbers side by side, as Python writes them");
     static_assert(sizeof(Bases) == 12 * sizeof(void*) && sizeof(TwoChannels) == sizeof(Bases),
@@ -41,6 +41,7 @@ Pages pages_of(KvLayout layout, std::uintptr_t keys, std::uintptr_t values, std:
             head_dim,
             layout == KvLayout::kvquant ? nullptr : at<const Bases>(bases),
             units,
+            bits,
             at<Bfloat16>(recent_keys),
             at<Bfloat16>(recent_values),
             tails,
@@ -54,15 +55,15 @@ Pages pages_of(KvLayout layout, std::uintptr_t keys, std::uintptr_t values, std:
     KvLayout layout, std::uintptr_t keys, std::uintptr_t values, std::uintptr_t key_scales,                \
         std::uintptr_t value_scales, std::uintptr_t key_zeros, std::uintptr_t value_zeros,                 \
         std::int64_t blocks, std::int64_t block, std::int64_t kv_heads, std::int64_t head_dim,             \
-        std::uintptr_t bases, std::int64_t units, std::uintptr_t recent_keys, std::uintptr_t recent_values, \
-        std::int64_t tail_count, bool byte_scales, std::int64_t outliers, std::uintptr_t signs
+        std::uintptr_t bases, std::int64_t units, std::int64_t bits, std::uintptr_t recent_keys,            \
+        std::uintptr_t recent_values, std::int64_t tail_count, bool byte_scales, std::int64_t outliers, std::uintptr_t signs
 #define ATTAR_PAGE_ARGUMENTS                                                                                 \
     "layout"_a, "keys"_a, "values"_a, "key_scales"_a, "value_scales"_a, "key_zeros"_a, "value_zeros"_a,          \
-        "blocks"_a, "block"_a, "kv_heads"_a, "head_dim"_a, "bases"_a, "units"_a, "recent_keys"_a, "recent_values"_a, \
-        "tail_count"_a, "byte_scales"_a, "outliers"_a, "signs"_a
+        "blocks"_a, "block"_a, "kv_heads"_a, "head_dim"_a, "bases"_a, "units"_a, "bits"_a, "recent_keys"_a, \
+        "recent_values"_a, "tail_count"_a, "byte_scales"_a, "outliers"_a, "signs"_a
 #define ATTAR_GIVEN_PAGES                                                                                         \
     pages_of(layout, keys, values, key_scales, value_scales, key_zeros, value_zeros, blocks, block, kv_heads,     \
-             head_dim, bases, units, recent_keys, recent_values, tail_count, byte_scales, outliers, signs)
+             head_dim, bases, units, bits, recent_keys, recent_values, tail_count, byte_scales, outliers, signs)
 
 void bound_attention(ATTAR_PAGES, std::uintptr_t q, std::int64_t rows, std::int64_t heads, std::int64_t sequences,
                      std::uintptr_t row_starts, std::uintptr_t lengths, std::uintptr_t tables, std::int64_t width,

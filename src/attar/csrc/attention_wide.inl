@@ -29,7 +29,14 @@ static void expand_fp8(const Sizes& sizes, bool value, const std::uint8_t* raw, 
         }
 }
 
-// Run `run` of head `head` among all blocks' heads.
+// Codes of BITS of 16 neighbours: a word of their low two bits, and `apart` bytes on, where they have four, of the others.
+template <int BITS>
+ATTAR_INLINE Floats codes_of_kivi(const std::uint8_t* from, std::int64_t apart) {
+    const Floats low = codes_of_word(from);
+    return BITS == 4 ? fma(codes_of_word(from + apart), all(4.0f), low) : low;
+}
+// Run `run` of head `head` among all blocks' heads, of codes of BITS.
+template <int BITS>
 static void expand_kivi(const Pages& pages, const Sizes& sizes, bool value, const std::uint8_t* raw, std::int64_t head,
                         std::int64_t run, float* to) {
     const std::int64_t size = sizes.head_dim, group = pages.units;
@@ -41,7 +48,7 @@ static void expand_kivi(const Pages& pages, const Sizes& sizes, bool value, cons
             store(zeros + d, load_as_floats(static_cast<const Float16*>(pages.key_zeros) + at + d));
         }
         for (std::int64_t d = 0; d < size; ++d)
-            store(to + 16 * d, fma(codes_of_word(raw + 4 * d), all(scales[d]), all(zeros[d])));
+            store(to + 16 * d, fma(codes_of_kivi<BITS>(raw + 4 * d, 4 * size), all(scales[d]), all(zeros[d])));
         return;
     }
     const std::int64_t groups = size / group;
@@ -51,7 +58,8 @@ static void expand_kivi(const Pages& pages, const Sizes& sizes, bool value, cons
             const Floats scale = all(to_float(static_cast<const Float16*>(pages.value_scales)[at + i]));
             const Floats zero = all(to_float(static_cast<const Float16*>(pages.value_zeros)[at + i]));
             for (std::int64_t c = i * group; c < (i + 1) * group; c += 16)
-                store(to + slot * size + c, fma(codes_of_word(raw + (slot * size + c) / 4), scale, zero));
+                store(to + slot * size + c,
+                      fma(codes_of_kivi<BITS>(raw + slot * size * BITS / 8 + c / 4, size / 4), scale, zero));
         }
     }
 }
@@ -135,10 +143,11 @@ static void expand(const Pages& pages, const Sizes& sizes, const Tile& tile, boo
         } else if (pages.layout == KvLayout::fp8) {
             expand_fp8(sizes, value, raw[i], scales + 16 * seen.at[i], to);
         } else if (pages.layout == KvLayout::kvquant) {
-            const auto found = pages.units == 4 ? expand_nuq<4> : expand_nuq<3>;
+            const auto found = pages.bits == 4 ? expand_nuq<4> : expand_nuq<3>;
             found(pages, sizes, value, raw[i], seen.at[i], to);
         } else {
-            expand_kivi(pages, sizes, value, raw[i], seen.at[i] / runs, seen.at[i] % runs, to);
+            const auto found = pages.bits == 4 ? expand_kivi<4> : expand_kivi<2>;
+            found(pages, sizes, value, raw[i], seen.at[i] / runs, seen.at[i] % runs, to);
         }
     }
 }
@@ -180,7 +189,7 @@ static void put_nuq(const Pages& pages, const Sizes& sizes, std::int64_t head, s
                     const float* x, Nuq* to) {
     const Channels& of = value ? pages.channels->values : pages.channels->keys;
     const std::int64_t size = sizes.head_dim, padded = sizes.padded, g = head % sizes.kv_heads;
-    const std::int64_t slot = head * sizes.block + place, bits = pages.units, last = (1 << bits) - 1;
+    const std::int64_t slot = head * sizes.block + place, bits = pages.bits, last = (1 << bits) - 1;
     alignas(64) float y[MOST_COLUMNS], inside[MOST_COLUMNS];  // `inside`: 1 where the coordinate does not stand apart
     bool finite = true;
     for (std::int64_t d = 0; d < padded; ++d) {
@@ -229,17 +238,18 @@ static void put_nuq(const Pages& pages, const Sizes& sizes, std::int64_t head, s
     }
 }
 
-// Codes 0 to 3 of numbers: the nearest to (x - zero) / by. NaN becomes 0.
-ATTAR_INLINE Ints codes_of_two(Floats x, Floats zero, Floats by) {
+// Codes 0 to `last` of numbers: the nearest to (x - zero) / by. NaN becomes 0.
+ATTAR_INLINE Ints codes_between(Floats x, Floats zero, Floats by, float last) {
     const Floats from = max((x - zero) / by, all(0.0f)), rounder = all(ROUNDER);
-    const Floats bounded = all(0.0f) - max(all(0.0f) - from, all(-3.0f));
+    const Floats bounded = all(0.0f) - max(all(0.0f) - from, all(-last));
     return bits_of(bounded + rounder) - bits_of(rounder);
 }
 // A group's least and greatest to its zero and scale, in float16 and as they are read.
-ATTAR_INLINE void fit_group(float low, float high, float broken, Float16* scale, Float16* zero, float* by, float* from) {
+ATTAR_INLINE void fit_group(float low, float high, float broken, float last, Float16* scale, Float16* zero, float* by,
+                            float* from) {
     *zero = to_half(low);
     *from = to_float(*zero);
-    *scale = to_half((high - low) / 3.0f + broken + *from * 0.0f);
+    *scale = to_half((high - low) / last + broken + *from * 0.0f);
     *by = to_float(*scale);
     if (*by == 0.0f) *by = 1.0f;
 }
@@ -247,6 +257,7 @@ ATTAR_INLINE void fit_group(float low, float high, float broken, Float16* scale,
 // A full unfinished block of key-value head g to the codes of block `block`.
 static void finish_kivi(const Pages& pages, const Sizes& sizes, std::int64_t block, std::int64_t tail, std::int64_t g) {
     const std::int64_t size = sizes.head_dim, group = pages.units, head = block * sizes.kv_heads + g;
+    const float last = static_cast<float>((1 << pages.bits) - 1);
     const std::int64_t first = (tail * sizes.kv_heads + g) * sizes.block * size, groups = size / group;
     alignas(64) float low[16], high[16], broken[16], by[16], from[16];
     for (std::int64_t slot = 0; slot < sizes.block; slot += group)
@@ -264,16 +275,20 @@ static void finish_kivi(const Pages& pages, const Sizes& sizes, std::int64_t blo
             store(broken, wrong);
             const std::int64_t at = (head * (sizes.block / group) + slot / group) * size + d;
             for (int lane = 0; lane < 16; ++lane)
-                fit_group(low[lane], high[lane], broken[lane], static_cast<Float16*>(pages.key_scales) + at + lane,
+                fit_group(low[lane], high[lane], broken[lane], last, static_cast<Float16*>(pages.key_scales) + at + lane,
                           static_cast<Float16*>(pages.key_zeros) + at + lane, by + lane, from + lane);
             const Floats zero = load(from), step = load(by);
             for (std::int64_t i = 0; i < group; i += 16) {
-                Ints words = all(0);
-                for (int lane = 0; lane < 16; ++lane)
-                    words = words |
-                            shift_left(codes_of_two(load_as_floats(x + (i + lane) * size), zero, step), 2 * lane);
+                Ints words = all(0), above = all(0);
+                for (int lane = 0; lane < 16; ++lane) {
+                    const Ints code = codes_between(load_as_floats(x + (i + lane) * size), zero, step, last);
+                    words = words | shift_left(code & all(3), 2 * lane);
+                    above = above | shift_left(shift_right(code, 2), 2 * lane);
+                }
                 const std::int64_t run = head * (sizes.block / 16) + (slot + i) / 16;
-                store_bytes(static_cast<std::uint8_t*>(pages.keys) + run * sizes.raw_key + 4 * d, words);
+                auto* to = static_cast<std::uint8_t*>(pages.keys) + run * sizes.raw_key + 4 * d;
+                store_bytes(to, words);
+                if (pages.bits == 4) store_bytes(to + 4 * size, above);
             }
         }
     for (std::int64_t slot = 0; slot < sizes.block; ++slot)
@@ -287,16 +302,20 @@ static void finish_kivi(const Pages& pages, const Sizes& sizes, std::int64_t blo
                 wrong = fma(one, all(0.0f), wrong);
             }
             const std::int64_t at = (head * sizes.block + slot) * groups + i;
-            fit_group(-largest(all(0.0f) - least), largest(most), sum(wrong),
+            fit_group(-largest(all(0.0f) - least), largest(most), sum(wrong), last,
                       static_cast<Float16*>(pages.value_scales) + at, static_cast<Float16*>(pages.value_zeros) + at, by,
                       from);
-            auto* to = static_cast<std::uint8_t*>(pages.values) + (head * sizes.block + slot) * (size / 4);
+            auto* to = static_cast<std::uint8_t*>(pages.values) + (head * sizes.block + slot) * (pages.bits * size / 8) + i * group / 4;
             for (std::int64_t c = 0; c < group; c += 16) {
                 std::int32_t codes[16];
-                store_bytes(codes, codes_of_two(load_as_floats(x + c), all(from[0]), all(by[0])));
-                std::uint32_t word = 0;
-                for (int lane = 0; lane < 16; ++lane) word |= static_cast<std::uint32_t>(codes[lane]) << 2 * lane;
-                std::memcpy(to + (i * group + c) / 4, &word, sizeof word);
+                store_bytes(codes, codes_between(load_as_floats(x + c), all(from[0]), all(by[0]), last));
+                std::uint32_t word = 0, above = 0;
+                for (int lane = 0; lane < 16; ++lane) {
+                    word |= static_cast<std::uint32_t>(codes[lane] & 3) << 2 * lane;
+                    above |= static_cast<std::uint32_t>(codes[lane] >> 2) << 2 * lane;
+                }
+                std::memcpy(to + c / 4, &word, sizeof word);
+                if (pages.bits == 4) std::memcpy(to + (size + c) / 4, &above, sizeof above);
             }
         }
 }

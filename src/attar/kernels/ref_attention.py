@@ -150,9 +150,9 @@ def _write_recent(k: Tensor, v: Tensor, pages: PagedKV, slots: Tensor, tails: Te
         assert pages.key_zeros is not None
         assert pages.value_scales is not None
         assert pages.value_zeros is not None
-        group = pages.scheme.group
-        pages.keys[whole], pages.key_scales[whole], pages.key_zeros[whole] = kivi.quantize(keys, 2, group)
-        pages.values[whole], pages.value_scales[whole], pages.value_zeros[whole] = kivi.quantize(values, 3, group)
+        group, bits = pages.scheme.group, round(pages.scheme.bits)
+        pages.keys[whole], pages.key_scales[whole], pages.key_zeros[whole] = kivi.quantize(keys, 2, group, bits)
+        pages.values[whole], pages.value_scales[whole], pages.value_zeros[whole] = kivi.quantize(values, 3, group, bits)
         return
     every = (whole[:, None] * pages.block + torch.arange(pages.block, device=slots.device)).flatten()
     _write_planes(keys.transpose(1, 2).flatten(0, 1), values.transpose(1, 2).flatten(0, 1), pages, every)
@@ -227,8 +227,10 @@ def _read_blocks(pages: PagedKV, blocks: Tensor) -> tuple[Tensor, Tensor]:
     assert pages.key_scales is not None
     assert pages.value_scales is not None
     if pages.key_zeros is not None and pages.value_zeros is not None:
-        keys = kivi.dequantize(pages.keys[blocks], pages.key_scales[blocks], pages.key_zeros[blocks], 2)
-        return keys, kivi.dequantize(pages.values[blocks], pages.value_scales[blocks], pages.value_zeros[blocks], 3)
+        bits = round(pages.scheme.bits)
+        keys = kivi.dequantize(pages.keys[blocks], pages.key_scales[blocks], pages.key_zeros[blocks], 2, bits)
+        values = kivi.dequantize(pages.values[blocks], pages.value_scales[blocks], pages.value_zeros[blocks], 3, bits)
+        return keys, values
     found = []
     for side, basis, planes, scales in _sides(pages):
         assert isinstance(basis, Basis)

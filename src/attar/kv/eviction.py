@@ -169,8 +169,8 @@ class Eviction:
 def moves(scheme: KvScheme) -> bool:
     """Return whether keys of a cache in this scheme can be moved to other slots without being rounded anew.
 
-    Those of `kivi2`, `nuq3` and `nuq4` are rounded by their place in a block; `klt2` and `kivi2` keep the tokens of an
-    unfinished block in 16 bits.
+    Those of `kivi4`, `kivi2`, `nuq3` and `nuq4` are rounded by their place in a block; `klt2`, `kivi4` and `kivi2` keep
+    the tokens of an unfinished block in 16 bits.
     """
     return scheme.layout in LAYOUTS and not scheme.recent
 

@@ -1,9 +1,8 @@
-"""KIVI's code (Liu et al. 2024): 2 bits from minimum to maximum, keys per channel and values per token.
+"""KIVI's code (Liu et al. 2024): 2 or 4 bits from minimum to maximum, keys per channel and values per token.
 
 Keys of large models have channels that are large in every token. A scale per token would serve those and round all
 others away, so each channel of 32 tokens gets its own. Values have no such channels, and a token's are mixed as a
-whole: 32 columns of a token share a scale. Zero and scale are float16, which at 2 bits are a third of the size. Groups
-of 64, which measurements also use, make that a fifth.
+whole: 32 columns of a token share a scale. Zero and scale are float16, a bit a number.
 
 The code is as published, the 16-bit windows are not: see `kv/schemes.py`. `kernels/ref_published.py` has those of the
 paper, for measurements.
@@ -18,21 +17,23 @@ from torch import Tensor
 
 from attar.kv.schemes import RUN
 
-MOST = 3  # code
 
-
-def quantize(x: Tensor, along: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(x: Tensor, along: int, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize blocks [M, G, block, D], in groups of `group` along axis 2 or 3, to (codes, scales, zeros) of pages.
 
-    Codes are uint8, four neighbours along that axis a byte: [M, G, block / 16, D, 4] or [M, G, block, D / 4]. Scales
-    and zeros are float16, one for each group on it. A group that is not finite gets the scale NaN.
+    A byte has two bits of four neighbours along that axis: [M, G, block / 16, D, 4] or [M, G, block, D / 4]. Codes of 4
+    bits have a second plane of such bytes for their high bits, behind the first on axis 3. Scales and zeros are
+    float16, one for each group. A group that is not finite gets the scale NaN.
     """
-    codes, scale, zero = _codes(x, along, group, MOST)
+    codes, scale, zero = _codes(x, along, group, (1 << bits) - 1)
     codes = codes.flatten(along, along + 1)
     if along == 2:
         codes = codes.unflatten(2, (-1, RUN)).transpose(3, 4)
-    fours = codes.unflatten(-1, (-1, 4)) << torch.arange(0, 8, 2, device=x.device).byte()
-    return fours.sum(-1).to(torch.uint8), scale.squeeze(along + 1), zero.squeeze(along + 1)
+    places = torch.arange(0, 8, 2, device=x.device).byte()
+    planes = [
+        ((codes >> low & 3).unflatten(-1, (-1, 4)) << places).sum(-1).to(torch.uint8) for low in range(0, bits, 2)
+    ]
+    return torch.cat(planes, 3), scale.squeeze(along + 1), zero.squeeze(along + 1)
 
 
 def rounded(x: Tensor, along: int, group: int, bits: int) -> Tensor:
@@ -53,9 +54,11 @@ def _codes(x: Tensor, along: int, group: int, most: int) -> tuple[Tensor, Tensor
     return codes, scale, zero
 
 
-def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor, along: int) -> Tensor:
+def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor, along: int, bits: int) -> Tensor:
     """Convert codes, scales and zeros of `quantize` to float32 [M, G, block, D]."""
-    each = (codes[..., None] >> torch.arange(0, 8, 2, device=codes.device).byte() & MOST).flatten(-2)
+    places = torch.arange(0, 8, 2, device=codes.device).byte()
+    planes = [(plane[..., None] >> places & 3).flatten(-2) for plane in codes.chunk(bits // 2, 3)]
+    each = torch.stack([plane << 2 * number for number, plane in enumerate(planes)]).sum(0)
     if along == 2:
         each = each.transpose(3, 4).flatten(2, 3)
     groups = each.unflatten(along, (scales.shape[along], -1)).float()

@@ -8,8 +8,8 @@
                                         of a sequence, in 16 bits
 
 They are simulated: pages hold floats, and a row reads what its step would have found in a cache of the paper
-(`kernels/ref_published.py`). No engine serves them: `kivi2`, `nuq4` and `nuq3` of `schemes.py` are served, and differ
-from the papers.
+(`kernels/ref_published.py`). No engine serves them: `kivi4`, `kivi2`, `nuq4` and `nuq3` of `schemes.py` are served, and
+differ from the papers.
 """
 
 from __future__ import annotations

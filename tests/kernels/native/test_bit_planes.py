@@ -27,8 +27,8 @@ from attar.kv.schemes import UNIT, KvScheme, Layout, divide, scheme
 LEVELS = _native.levels()
 HEADS, BLOCK = 2, 32
 # Of outputs: queries and weights of 15 bits; recent blocks of 8; KIVI's and KVQuant's are floats.
-TOLERANCE = {"int4": 1e-3, "klt4": 1e-3, "klt2": 1e-2, "kivi2": 1e-5, "nuq4": 1e-5, "nuq3": 1e-5}
-MASS = {"int4": 1e-3, "klt4": 1e-3, "klt2": 2e-2, "kivi2": 1e-5, "nuq4": 1e-5, "nuq3": 1e-5}
+TOLERANCE = {"int4": 1e-3, "klt4": 1e-3, "klt2": 1e-2, "kivi4": 1e-5, "kivi2": 1e-5, "nuq4": 1e-5, "nuq3": 1e-5}
+MASS = {"int4": 1e-3, "klt4": 1e-3, "klt2": 2e-2, "kivi4": 1e-5, "kivi2": 1e-5, "nuq4": 1e-5, "nuq3": 1e-5}
 SAME = 0.02  # share of codes that rounding in another order may move to a neighbour
 ROTATED = 2e-6  # a float32 norm, rotation and product
 for_every_scheme = pytest.mark.parametrize("kv", TOLERANCE)
@@ -77,7 +77,7 @@ def empty(kv: str, blocks: int, size: int = 64, tails: int = 8) -> PagedKV:
 
 def whole(kv: str, size: int) -> int:
     """A head's size, or the next that consists of groups."""
-    return size if kv != "kivi2" else -(-size // 32) * 32
+    return size if scheme(kv).layout != Layout.KIVI else -(-size // 32) * 32
 
 
 @dataclasses.dataclass

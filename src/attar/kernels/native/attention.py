@@ -155,12 +155,12 @@ def _pages(pages: PagedKV) -> tuple[Any, ...]:
             addresses[name] = each.data_ptr()
         elif each is not None or name in expected:
             raise ValueError(f"{pages.scheme.name} pages have {', '.join(expected)}")
-    units, outliers = scheme.units(pages.head_dim) if scheme.layout == Layout.BIT_PLANES else scheme.group, 0
-    if scheme.layout == Layout.KVQUANT:
-        units, outliers = round(scheme.bits), scheme.outliers(pages.head_dim)
+    units = scheme.units(pages.head_dim) if scheme.layout == Layout.BIT_PLANES else scheme.group
+    outliers = scheme.outliers(pages.head_dim) if scheme.layout == Layout.KVQUANT else 0
     layout = extension.library.KvLayout[scheme.layout.value]
     signs = 0 if pages.signs is None else _signs(pages, pages.signs)
-    return layout, *addresses.values(), *sizes, bases, units, *recent, scheme.byte_scales, outliers, signs
+    codes = units, round(scheme.bits)
+    return layout, *addresses.values(), *sizes, bases, *codes, *recent, scheme.byte_scales, outliers, signs
 
 
 def _signs(pages: PagedKV, signs: Signs) -> int:
