@@ -21,7 +21,7 @@ from attar.plan.gpus import GpuSpec
 
 GROUPS = (128, 64, 32)
 MOST_LINEARS = 10_000  # a plan of so many takes some seconds
-CPU_KV = ("float32", "bfloat16", "int8", "klt4", "int4", "kivi2")
+CPU_KV = ("float32", "bfloat16", "int8", "kivi4", "klt4", "int4", "kivi2")
 GPU_KV = ("bfloat16", "int8", "fp8", "int4")
 
 

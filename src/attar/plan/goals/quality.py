@@ -77,8 +77,9 @@ WEIGHTS: Mapping[str, Quality] = {
 KV: Mapping[str, Quality] = {
     "float32": UNCHANGED,
     "bfloat16": ranged(0.000005, 0.00008),
-    "int8": ranged(0.00006, 0.0008),
+    "int8": ranged(0.00006, 0.0152),
     "fp8": ranged(0.0003, 0.0041),
+    "kivi4": ranged(0.00019, 0.0073),
     "klt4": ranged(0.00285, 0.0987),
     "int4": ranged(0.00957, 0.043),
     "kivi2": ranged(0.01216, 0.210),
