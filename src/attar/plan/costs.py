@@ -19,8 +19,8 @@ checkpoints. The latter take at most 12 bytes an input column, 0.1 % of a linear
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from attar.errors import UserError, code_of
@@ -136,6 +136,23 @@ class Storage:
         return self.linears if matrix.compressible else None
 
 
+@functools.lru_cache(maxsize=4)
+def _alike(config: ModelConfig) -> tuple[tuple[Matrix, int], ...]:
+    """Return the first of each kind of linear, those that differ by name alone, with their number."""
+    found: dict[Matrix, tuple[Matrix, int]] = {}
+    for each in _matrices(config):
+        kind = replace(each, name="")
+        first, count = found.get(kind, (each, 0))
+        found[kind] = first, count + 1
+    return tuple(found.values())
+
+
+def counted(config: ModelConfig, storage: Storage) -> Iterable[tuple[Matrix, int]]:
+    """Return linears, one for all that are alike and stored alike, each with their number: layers are many, kinds few.
+    Where `storage` names single modules, each linear is by itself."""
+    return ((each, 1) for each in _matrices(config)) if storage.schemes else _alike(config)
+
+
 SHORT: Mapping[str, str] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -193,9 +210,9 @@ def weight_bytes(config: ModelConfig, storage: Storage) -> WeightBytes:
     columns."""
     parts = {"linears": 0, "head": 0}
     beside = 4 * config.hidden * (config.learned_positions + config.position_offset if config.names.positions else 0)
-    for each in matrices(config):
-        parts[each.part] += memory_bytes(each.rows, each.columns, checked(storage, each), storage.dtype)
-        beside += 4 * each.rows if each.bias else 0
+    for each, count in counted(config, storage):
+        parts[each.part] += count * memory_bytes(each.rows, each.columns, checked(storage, each), storage.dtype)
+        beside += count * 4 * each.rows if each.bias else 0
     rows = config.vocab_size * config.hidden
     if config.tied:  # rows of a table without a kernel are looked up in a float32 copy
         embedding = 0 if storage.head is None or against(storage.head) is None else 4 * rows
@@ -230,9 +247,9 @@ def step_bytes(config: ModelConfig, storage: Storage, rows: int = 1) -> int:
     """Return the bytes of weights that a step of `rows` tokens reads: each linear once. Experts count by the expected
     number chosen, if tokens choose independently and evenly."""
     total = 0.0
-    for each in matrices(config):
+    for each, count in counted(config, storage):
         reached = 1.0 if each.active == 1.0 else 1.0 - (1.0 - each.active) ** rows
-        total += reached * read_bytes(each.rows, each.columns, checked(storage, each), storage.dtype)
+        total += count * reached * read_bytes(each.rows, each.columns, checked(storage, each), storage.dtype)
     return round(total)
 
 

@@ -30,7 +30,7 @@ from attar.errors import UserError
 from attar.formats.scheme import Scheme
 from attar.formats.weight_formats import Lookup, Progressive
 from attar.model.config import ModelConfig
-from attar.plan.costs import LANES, Storage, against, matrices
+from attar.plan.costs import LANES, Storage, against, counted, matrices
 from attar.protocol.scheduler_config import SchedulerConfig
 
 LARGE = 1 << 20  # bytes from which a result has pages of its own
@@ -139,6 +139,8 @@ def _gated_at_once(c: ModelConfig, storage: Storage) -> bool:
     """Return whether gate and up are one kernel call in every dense layer (`kernels.native.linear.gateable`)."""
     if not c.gated or len(c.names.gate_up) != 2 or references(c, storage):
         return False
+    if not storage.schemes:
+        return not _apart(storage.linears)
     stored = {each.name: storage.of(each) for each in matrices(c)}
     pairs = ([f"{c.names.layer.format(i=i)}.{name}" for name in c.names.gate_up] for i in range(c.layers))
     return all(stored.get(gate) == stored.get(up) and not _apart(stored.get(gate)) for gate, up in pairs)
@@ -212,5 +214,7 @@ def recorded_step(config: ModelConfig, storage: Storage, rows: int) -> int:
 def references(config: ModelConfig, storage: Storage) -> dict[str, str]:
     """Return the linears that no kernel multiplies by, with the reason. A server is slow on them, and holds them
     twice."""
+    if all(against(storage.of(each)) is None for each, _ in counted(config, storage)):
+        return {}
     found = ((each.name, against(storage.of(each))) for each in matrices(config))
     return {name: reason for name, reason in found if reason is not None}

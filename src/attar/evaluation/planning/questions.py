@@ -150,7 +150,7 @@ def rates(file: Path | None, schemes: Iterable[str], tell: Told) -> Known:
 def curve_names(config: ModelConfig, storages: Iterable[Storage]) -> list[str]:
     """Return the names of the curves that some storages of a model need."""
     return list(dict.fromkeys(
-        curve_name(storage.of(each)) for storage in storages for each in costs.matrices(config)
+        curve_name(storage.of(each)) for storage in storages for each, _ in costs.counted(config, storage)
     ))  # fmt: skip
 
 

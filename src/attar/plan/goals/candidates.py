@@ -120,7 +120,8 @@ def _made(recipe: Recipe, config: ModelConfig, storage: Storage) -> Weights | No
 def _without_kernel(config: ModelConfig, storage: Storage, gpu: GpuSpec | None) -> int:
     if gpu is not None:
         return gpus.without_kernel(config, storage, gpu.float8)
-    return sum(costs.against(storage.of(each)) is not None for each in costs.matrices(config))
+    found = costs.counted(config, storage)
+    return sum(count for each, count in found if costs.against(storage.of(each)) is not None)
 
 
 def kv(config: ModelConfig, gpu: GpuSpec | None, only: str | None) -> tuple[list[KvScheme], list[Rejected]]:
@@ -147,11 +148,10 @@ def disk_bytes(config: ModelConfig, storage: Storage) -> int:
     item = ITEM_BITS[storage.dtype] // 8
     total = costs.norm_weights(config) * item
     total += item * config.hidden * (config.learned_positions + config.position_offset if config.names.positions else 0)
-    for each in costs.matrices(config):
+    for each, count in costs.counted(config, storage):
         scheme = storage.of(each)
-        count = each.rows * each.columns
-        total += count * item if scheme is None else scheme.bytes((each.rows, each.columns))
-        total += each.rows * item if each.bias else 0
+        weight = each.rows * each.columns * item if scheme is None else scheme.bytes((each.rows, each.columns))
+        total += count * (weight + (each.rows * item if each.bias else 0))
     if not config.tied:
         table = config.vocab_size, config.hidden
         scheme = storage.embedding

@@ -115,13 +115,13 @@ class StepModel:
         self.config, self.profile = config, profile
         sizes: dict[tuple[str, float, bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
         schemes: dict[str, Scheme | None] = {}
-        for each in costs.matrices(config):
+        for each, count in costs.counted(config, storage):
             scheme = storage.of(each)
             name = curve_name(scheme)
             schemes.setdefault(name, scheme)
             found = sizes[name, each.active, each.part == "head"]
-            found[0] += each.rows * each.columns
-            found[1] += _read_bytes(each, scheme, storage, profile)
+            found[0] += count * each.rows * each.columns
+            found[1] += count * _read_bytes(each, scheme, storage, profile)
         self._sizes = dict(sizes)
         self._curves = {name: profile.products.get(name) for name in schemes}
         self._efficiencies = {
