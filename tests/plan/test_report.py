@@ -121,5 +121,5 @@ def test_the_command_asks_for_one_way() -> None:
     assert found.exit_code == 0, found.output
     rows = json.loads(found.stdout.splitlines()[-1])["rows"]
     assert {row["kv"] for row in rows} == {"klt2"}
-    unknown = CliRunner().invoke(app, ["plan", "--shape", "tiny", "--kv", "q4_0", "--bandwidth", "20GB"])
-    assert "kept as float32, bfloat16" in unknown.output + unknown.stderr
+    unknown = CliRunner().invoke(app, ["plan", "--shape", "tiny", "--kv", "q4_0", "--bandwidth", "20GB", "--json"])
+    assert json.loads(unknown.stdout.splitlines()[-1])["code"] == "kv_unknown"
