@@ -278,7 +278,7 @@ def test_a_run_stopped_at_the_head_resumes_to_the_same_bytes(
 ) -> None:
     settings = {"recipe": recipe, "head": "int4", "calibration": calibration}
     compress_request(CompressionRequest(source, tmp_path / "whole", **settings))  # type: ignore[arg-type]
-    for stage, done in (("blocks", 1), ("blocks", 3), ("output matrix", 64), ("output matrix", 256), ("copying", 1)):
+    for stage, done in (("blocks", 1), ("blocks", 3), ("LM head", 64), ("LM head", 256), ("copying", 1)):
         with pytest.raises(Stop):
             compress_request(CompressionRequest(source, tmp_path / "out", **settings), stop_at(stage, done))  # type: ignore[arg-type]
     with user_error("resume_mismatch"):

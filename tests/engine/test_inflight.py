@@ -159,9 +159,9 @@ def late(decoder: Decoder, device: Device) -> Make:
     return make
 
 
-def in_turn(asked: Engine, blocks: int = ROOM) -> Engine:
+def in_turn(asked: Engine, blocks: int = ROOM, tokenizer: Tokenizer | None = None) -> Engine:
     """The same without overlap."""
-    return make_engine(asked.decoder, blocks, asked.scheduler.limits, tokenizer=asked.tokenizer, overlaps=False)
+    return make_engine(asked.decoder, blocks, asked.scheduler.limits, tokenizer=tokenizer, overlaps=False)
 
 
 def known(made: Engine) -> set[tuple[int, ...]]:
@@ -270,10 +270,10 @@ def test_a_stop_string_is_seen_one_step_late(late: Make, demo: Path) -> None:
     tokenizer = Tokenizer.load(demo)
     made = late(tokenizer=tokenizer)
     ask = Submit("a", LONG[:20], replace(DRAWN, max_tokens=40))
-    text = "".join(event.text for event in run(in_turn(made), [ask]) if isinstance(event, Delta))
+    text = "".join(event.text for event in run(in_turn(made, tokenizer=tokenizer), [ask]) if isinstance(event, Delta))
     stop = text[len(text) // 2 :][:3]
     ask = Submit("a", LONG[:20], replace(DRAWN, max_tokens=40, stop=(stop,)))
-    events, expected = run(made, [ask]), run(in_turn(made), [ask])
+    events, expected = run(made, [ask]), run(in_turn(made, tokenizer=tokenizer), [ask])
     assert [event for event in events if isinstance(event, Delta)] == [e for e in expected if isinstance(e, Delta)]
     (end,) = [event for event in events if isinstance(event, Finished)]
     assert (end.reason, end.stop) == ("stop", stop)

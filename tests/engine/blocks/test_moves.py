@@ -104,7 +104,7 @@ def test_every_feature_has_the_same_answer_from_disk(
 
 @pytest.mark.parametrize("kv", SCHEMES)
 def test_every_scheme_has_the_same_bits_from_disk(kv: str, decoder: Decoder, tmp_path: Path) -> None:
-    if kv == "kivi2":
+    if kv.startswith("kivi"):
         pytest.skip("heads of 16 columns hold no group of 32; the embedded model's do, above")
     asks = [Submit("a", PROMPT, GREEDY), Submit("b", (*PROMPT[:128], 1, 2, 3), GREEDY, n=2)]
     whole = answers(run(make_engine(decoder, kv=kv), asks))
