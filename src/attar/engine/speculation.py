@@ -43,8 +43,8 @@ from attar.scheduling.sequence import Sequence, Status
 from attar.scheduling.step_plan import Outcome, StepPlan
 
 SPELLED = 0.9  # share of right ones among forced tokens, before any is known
-FRUITLESS = 32  # looks in a row at a sequence without a draft that pays, behind which not every step has one
-SELDOM = 4  # steps for one look then: it takes 0.2 ms, a twentieth of a small model's step
+FRUITLESS = 32  # steps in a row without a draft that pays, after which drafts are looked for in every SELDOM-th alone
+SELDOM = 4  # a look takes the host some tenths of a millisecond, which shows beside a small model's step
 INSIDE, LAST = 1, 2  # evidence of forced tokens
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class Speculation:
 
     def __post_init__(self) -> None:
         self.gains = DraftGains(self.pace.costs)
-        # What a drafter is stays so; to ask a protocol takes 20 us.
+        # Looked up once: an isinstance() check of a runtime protocol takes some 20 us, and steps are many.
         self._stops, self._reader = stops(self.drafter), reader_of(self.drafter)
         own: object = self.drafter
         self._trials = own if isinstance(own, TrialReader) else None

@@ -138,7 +138,7 @@ class Storage:
 
 @functools.lru_cache(maxsize=4)
 def _alike(config: ModelConfig) -> tuple[tuple[Matrix, int], ...]:
-    """Return the first of each kind of linear, those that differ by name alone, with their number."""
+    """Return the first linear of each kind, and how many there are; those of a kind differ by name alone."""
     found: dict[Matrix, tuple[Matrix, int]] = {}
     for each in _matrices(config):
         kind = replace(each, name="")
@@ -148,8 +148,10 @@ def _alike(config: ModelConfig) -> tuple[tuple[Matrix, int], ...]:
 
 
 def counted(config: ModelConfig, storage: Storage) -> Iterable[tuple[Matrix, int]]:
-    """Return linears, one for all that are alike and stored alike, each with their number: layers are many, kinds few.
-    Where `storage` names single modules, each linear is by itself."""
+    """Return pairs (linear, count), where one linear stands for all that differ from it by name alone.
+
+    A model of a thousand layers has some ten kinds. Where `storage` names single modules, every linear has a pair.
+    """
     return ((each, 1) for each in _matrices(config)) if storage.schemes else _alike(config)
 
 

@@ -100,7 +100,7 @@ class Images:
         try:
             for image in ask.images:
                 numbers.append(self._number(len(ask.cache_salt).to_bytes(4, "little") + ask.cache_salt + image.digest))
-        except BaseException:
+        except BaseException:  # whatever ends the request here: numbers that it took are nobody's
             for number in numbers:
                 self.ids.drop(number)
             raise
@@ -202,7 +202,7 @@ class Images:
         began = time.perf_counter()
         try:
             features = encoding.advance(seconds)
-        except Exception:
+        except Exception:  # whatever it is, it ends this image's request alone
             logger.exception("the vision tower failed on an image of sequence %s", encoding.id)
             self._encoding = None
             return encoding.id
