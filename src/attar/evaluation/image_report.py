@@ -6,14 +6,12 @@ from functools import partial
 from pathlib import Path
 
 from attar.checkpoints import vocabulary
-from attar.checkpoints.folder import Folder
 from attar.checkpoints.sources import hf, hub
-from attar.checkpoints.sources.vision import image_settings, load_vision
+from attar.checkpoints.sources.vision import image_settings, vision_of
 from attar.evaluation.report import load
 from attar.images.pairs import PairPrompts
 from attar.metrics.images import Seeing, measure_images
 from attar.metrics.measure import Report
-from attar.model.decoder import Decoder
 from attar.progress import Progress
 
 
@@ -43,12 +41,9 @@ def evaluate_images(
     if other is not None:
         image_settings(other)
     pairs = PairPrompts(images, settings, vocabulary.tokenizer(path), hf.Checkpoint.open(path).config.context, limit)
-    seeing = _seeing(path, load(str(path), path, computed, told, adapter))
-    base = None if other is None else _seeing(other, load(str(other), other, computed, told))
+    decoder = load(str(path), path, computed, told, adapter)
+    seeing, base = Seeing(decoder, vision_of(path, decoder.dtype)), None
+    if other is not None:
+        decoder = load(str(other), other, computed, told)
+        base = Seeing(decoder, vision_of(other, decoder.dtype))
     return measure_images(seeing, pairs, base, partial(told, "evaluating"))
-
-
-def _seeing(path: Path, decoder: Decoder) -> Seeing:
-    vision = load_vision(Folder(path), decoder.dtype)
-    assert vision is not None, "settings of images without a tower"
-    return Seeing(decoder, vision)

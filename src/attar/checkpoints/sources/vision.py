@@ -55,6 +55,16 @@ def image_settings(path: Path) -> ImageSettings:
     return settings
 
 
+def vision_of(path: Path, dtype: torch.dtype) -> VisionModel:
+    """Load the tower and projector of a model that `image_settings` accepts, to compute in `dtype` by the reference.
+
+    Raises ValueError as `load_vision`.
+    """
+    found = load_vision(Folder(path), dtype)
+    assert found is not None, f"{path} has settings of images and no tower"
+    return found
+
+
 def load_vision(folder: Folder, dtype: torch.dtype, store: BackendWeights | None = None) -> VisionModel | None:
     """Load the tower and projector of an open folder, to compute in `dtype`; None for a model without.
 

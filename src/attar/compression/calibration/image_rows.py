@@ -23,7 +23,7 @@ from torch import Tensor
 from attar.checkpoints import vocabulary
 from attar.checkpoints.folder import Folder
 from attar.checkpoints.sources.hf import Checkpoint
-from attar.checkpoints.sources.vision import image_settings, load_vision, vision_config
+from attar.checkpoints.sources.vision import image_settings, vision_config, vision_of
 from attar.compression.resume import Damaged, restore, save
 from attar.errors import UserError
 from attar.images.pairs import PairPrompts, read_pairs
@@ -99,8 +99,7 @@ def make(
 ) -> ImageRows:
     """Return sequences as `kept_or_made`."""
     path, first = source.folder.path, source.config.vocab_size
-    vision = load_vision(Folder(path), torch.float32)
-    assert vision is not None, "settings of images without a tower"
+    vision = vision_of(path, torch.float32)
     length, told = text.shape[1], progress or (lambda done, total: None)
     pairs = PairPrompts(images, image_settings(path), vocabulary.tokenizer(path), length, most)
     lines: list[list[int]] = []

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 from attar.checkpoints import vocabulary
-from attar.checkpoints.folder import Folder
 from attar.checkpoints.sources import hf, opening
-from attar.checkpoints.sources.vision import image_settings, load_vision
+from attar.checkpoints.sources.vision import image_settings, vision_of
 from attar.errors import UserError
 from attar.images.pairs import PairPrompts, read_pairs
 from attar.metrics.images import Seeing, measure_images
-from attar.model.decoder import Decoder
 from attar.progress import Progress
 
 
@@ -33,12 +31,6 @@ def measure(images: Path, made: Path, source: hf.Checkpoint, report: Progress) -
     and warnings about pairs that were left out."""
     path = source.folder.path
     pairs = PairPrompts(images, image_settings(path), vocabulary.tokenizer(path), source.config.context)
-    model = _seeing(made, opening.load(made, torch.float32))
-    base = _seeing(path, hf.load_again(source, torch.float32))
+    model = Seeing(opening.load(made, torch.float32), vision_of(made, torch.float32))
+    base = Seeing(hf.load_again(source, torch.float32), vision_of(path, torch.float32))
     return measure_images(model, pairs, base, partial(report, "evaluating on images")).to_dict()
-
-
-def _seeing(path: Path, decoder: Decoder) -> Seeing:
-    vision = load_vision(Folder(path), torch.float32)
-    assert vision is not None, "settings of images without a tower"
-    return Seeing(decoder, vision)
