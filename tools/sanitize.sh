@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The kernels' threads under stress (check_pool.cpp), built with ThreadSanitizer and with AddressSanitizer; then the
-# extension built with AddressSanitizer and UndefinedBehaviorSanitizer, and the tests of its kernels run on it. A finding
-# ends the run with a report and a failing status. The whole extension is not run with ThreadSanitizer: it knows neither
-# torch's OpenMP nor Python, and reports them.
+# The kernels' threads under stress (check_pool.cpp), built with each sanitizer; then the extension built with
+# AddressSanitizer and UndefinedBehaviorSanitizer, and the tests of its kernels run on it. A finding ends the run with a
+# report and a failing status. The whole extension is not run with ThreadSanitizer: it knows neither torch's OpenMP nor
+# Python, and reports them.
 #
 # A report goes to the standard error of the process, which pytest must therefore leave alone.
 #
@@ -16,7 +16,7 @@ bin=.venv/bin build=build/sanitize
     -DCMAKE_BUILD_TYPE=Debug \
     -DCMAKE_CXX_FLAGS_DEBUG="-O0 -g1 -DATTAR_NOT_INLINED -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 compiler=$(sed -n 's/^CMAKE_CXX_COMPILER:[A-Z]*=//p' "$build/CMakeCache.txt")
-for sanitizer in thread address,undefined; do
+for sanitizer in thread address,undefined undefined; do  # the last one alone forks
     "$compiler" -std=c++17 -O1 -g1 -Wall -Wextra -Werror -fsanitize="$sanitizer" -fno-sanitize-recover=undefined -pthread \
         tools/check_pool.cpp src/attar/csrc/pool.cpp -o "$build/check_pool"
     TSAN_OPTIONS=halt_on_error=1 "$build/check_pool"

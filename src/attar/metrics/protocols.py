@@ -36,7 +36,8 @@ class Protocol:
     def lines(self, tokens: int) -> list[str]:
         """Return lines for people about the measurement of `tokens` tokens."""
         bos = "no BOS" if self.bos is None else f"BOS {self.bos} first"
-        cut = f"{tokens} tokens in {self.windows} windows of {self.context}, stride {self.stride}, {bos}"
+        windows = f"{self.windows} window{'s' * (self.windows != 1)}"
+        cut = f"{tokens} tokens in {windows} of {self.context}, stride {self.stride}, {bos}"
         return [f"{cut}; {self.to_dict()['counted']}", *([self.greedy] if self.prompts else [])]
 
     @property
