@@ -2,8 +2,8 @@
 
 h11's own takes a chunk at a time, in 15 microseconds of the event loop. A body of single bytes would cost thousands of
 times what the same body costs whole, and any client can send one. Here a run of chunks of one small size is found and
-joined by slices, and other chunks cost two microseconds each. So what is left to count are changes of size: at most
-MAX_RUNS.
+joined by slices, and other chunks cost two microseconds each. So what is left to count are changes of size and large
+chunks: at most MAX_RUNS.
 
 Extensions and trailers are read and dropped, up to MAX_EXTRA bytes of each.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MAX_RUNS = 32768
 MAX_EXTRA = 1 << 10  # bytes
-SMALL = 16  # chunks of fewer bytes are read in runs
+SMALL = 256  # chunks of fewer bytes are read in runs
 LONGEST_LINE = 16 + MAX_EXTRA + 3
 
 _LINE = re.compile(rb"([0-9A-Fa-f]{1,16})([ \t]*(?:;[^\x00\r\n]*)?)\r\n")
@@ -80,12 +80,10 @@ class ChunkedBody:
         if self._runs > MAX_RUNS:
             raise h11.RemoteProtocolError("chunks", error_status_hint=413)
         size = int(line[1], 16)
-        if 0 < size < SMALL and len(line[0]) == 3 and (count := _run(data, at, line[1], size)):
-            step = size + 5
-            joined, end = bytearray(count * size), at + count * step
-            for place in range(size):
-                joined[place::size] = data[at + 3 + place : end : step]
-            pieces.append(bytes(joined))
+        if 0 < size < SMALL and not line[2] and (count := _run(data, at, line[0], size)):
+            step = len(line[0]) + size + 2
+            end = at + count * step
+            pieces.append(_joined(data[at:end], len(line[0]), size, step))
             return end
         self._last, self._left = size == 0, size + 2 if size else 0
         return line.end()
@@ -103,11 +101,12 @@ class ChunkedBody:
         return h11.EndOfMessage()
 
 
-def _run(data: bytes, at: int, digit: bytes, size: int) -> int:
-    """Return how many whole chunks of `size`, written as `digit`, there are in a row. They are looked at in columns,
+def _run(data: bytes, at: int, line: bytes, size: int) -> int:
+    """Return how many whole chunks of `size` that begin with `line` there are in a row. They are looked at in columns,
     twice as many each time, so that the time is that of the run."""
-    count, step, window = 0, size + 5, 8
-    columns = ((0, digit), (1, b"\r"), (2, b"\n"), (size + 3, b"\r"), (size + 4, b"\n"))
+    count, step, window = 0, len(line) + size + 2, 8
+    columns = [(place, line[place : place + 1]) for place in range(len(line))]
+    columns += [(step - 2, b"\r"), (step - 1, b"\n")]
     while True:
         start = at + count * step
         if (window := min(window, (len(data) - start) // step)) == 0:
@@ -118,6 +117,17 @@ def _run(data: bytes, at: int, digit: bytes, size: int) -> int:
         if found < window:
             return count
         window *= 2
+
+
+def _joined(chunks: bytes, line: int, size: int, step: int) -> bytes:
+    """Return the contents of equal chunks, each `line` bytes into its `step`; by whichever takes fewer slices."""
+    count = len(chunks) // step
+    if count < size:
+        return b"".join(chunks[at : at + size] for at in range(line, len(chunks), step))
+    joined = bytearray(count * size)
+    for place in range(size):
+        joined[place::size] = chunks[line + place :: step]
+    return bytes(joined)
 
 
 def _leading(column: bytes, byte: bytes) -> int:
