@@ -2,7 +2,7 @@
 
 Blocks fenced `sh` and `python` run in the order of PAGES, in one folder. There the embedded model is `./model`, and the
 Hub model that README names; `yaml` is the recipe file that a command names. Blocks fenced `bash` are a script, page by
-page, which `test_tasks.py` runs. Commands in blocks fenced `console` are parsed and not run: each option must exist.
+page, which `test_tasks.py` runs from an empty folder. Commands in blocks fenced `console` are parsed and not run: each option must exist.
 `NOT_RUN` lists the code that runs nowhere. Targets of `make`, files and links that a page names must exist.
 """
 
@@ -68,6 +68,14 @@ PAGES = {
         "docs/howto_benchmark.md",
         "docs/howto_gpu.md",
         "docs/howto_slow_request.md",
+        "docs/howto_resume.md",
+        "docs/howto_tritonserver.md",
+        "docs/howto_tune.md",
+        "docs/method_smoothquant.md",
+        "docs/method_awq.md",
+        "docs/method_gptq.md",
+        "docs/method_guided.md",
+        "docs/kv_cache.md",
         "docs/gptq_awq_gguf.md",
         "docs/other_engines.md",
         "docs/errata.md",
