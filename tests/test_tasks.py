@@ -1,4 +1,4 @@
-"""Tasks of the pages under docs/ in a real shell: the commands of a page alone, from an empty folder (`manual.tasks`)."""
+"""Tasks of the pages under docs/ in a real shell: a page's commands alone, from an empty folder (`manual.tasks`)."""
 
 from __future__ import annotations
 
