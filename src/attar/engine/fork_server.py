@@ -34,7 +34,7 @@ from typing import NoReturn
 from attar import env, faults, logs
 from attar.engine import main as engine
 from attar.engine import startup
-from attar.engine.loader import LoadedModel
+from attar.engine.startup import Shared
 from attar.protocol.forking import MAX_MESSAGE, Ended, Kill, Load, Loaded, Start, decode_order, encode
 from attar.protocol.settings import Settings
 
@@ -46,10 +46,10 @@ logger = logging.getLogger(__name__)
 
 
 class ForkServer:
-    """Forks engines that serve `model`, as told through the socket `control`."""
+    """Forks engines that serve a loaded model, as told through the socket `control`."""
 
-    def __init__(self, control: socket.socket, model: LoadedModel) -> None:
-        self._control, self._model = control, model
+    def __init__(self, control: socket.socket, shared: Shared) -> None:
+        self._control, self._shared = control, shared
         self._numbers: dict[int, int] = {}  # of engines, by process id
         self._parent = os.getpid()
         self._woken, waker = socket.socketpair()
@@ -115,7 +115,7 @@ class ForkServer:
             logs.go_on_in_fork()
             with contextlib.suppress(OSError):  # the name that `top` shows
                 Path("/proc/self/comm").write_text("attar-engine")
-            status = engine.run(self._model)
+            status = engine.run(self._shared)
         except BaseException:
             logs.say(traceback.format_exc())
         finally:
@@ -143,16 +143,13 @@ def receive(control: socket.socket) -> tuple[Load | Start | Kill | None, int | N
     return (decode_order(data) if data else None), next(iter(pipes), None)
 
 
-def loaded(settings: Settings) -> LoadedModel | Exception:
+def loaded(settings: Settings) -> Shared | Exception:
     """Load a model in a thread of its own, which leaves no threads behind; returns why it cannot be."""
-    found: list[LoadedModel | Exception] = []
+    found: list[Shared | Exception] = []
 
     def load() -> None:
         try:
-            model = startup.load_shared(settings)
-            if model.has_tokenizer:
-                _ = model.tokenizer  # read here, once
-            found.append(model)
+            found.append(startup.load_shared(settings))
         except (ValueError, OSError) as error:
             found.append(error)
 
@@ -176,13 +173,13 @@ def main() -> int:
         with open(pipe, "rb") as lines:
             settings = Settings.of(lines.readline())
         faults.arm_from(env.get().faults)
-        model = loaded(settings)
-        if isinstance(model, Exception):
-            return engine.explained(model)
+        shared = loaded(settings)
+        if isinstance(shared, Exception):
+            return engine.explained(shared)
         gc.collect()
         gc.freeze()  # a collection in an engine would write to every object, and so copy its page
         control.send(encode(Loaded()))
-        ForkServer(control, model).run()
+        ForkServer(control, shared).run()
     return 0
 
 

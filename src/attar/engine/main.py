@@ -34,8 +34,8 @@ from attar.checkpoints.fingerprints import ChangedError
 from attar.engine import startup
 from attar.engine.blocks.moves import BlockMoves
 from attar.engine.engine import Engine
-from attar.engine.loader import LoadedModel
 from attar.engine.outbox import Outbox, framed
+from attar.engine.startup import Shared
 from attar.execution.parallel.executor import ParallelRunner
 from attar.execution.parallel.worker_group import polled
 from attar.protocol import framing, messages
@@ -282,12 +282,12 @@ def ignore_signals() -> None:
         signal.signal(each, signal.SIG_IGN)
 
 
-def run(model: LoadedModel | None = None) -> int:
-    """Read settings from standard input, load the model if none is given, and serve. Returns the exit status."""
+def run(shared: Shared | None = None) -> int:
+    """Read settings from standard input, load the model unless there is one, and serve. Returns the exit status."""
     settings = Settings.of(sys.stdin.buffer.readline())
     try:
         faults.arm_from(env.get().faults)
-        engine, ready = startup.start_engine(settings, model)
+        engine, ready = startup.start_engine(settings, shared)
     except (ValueError, OSError) as error:
         return explained(error)
     if isinstance(engine.runner, ParallelRunner):

@@ -83,11 +83,20 @@ class _Checked:
     no_images: str  # why images are refused; empty where they are not, or where the model takes none
 
 
-def start_engine(settings: Settings, model: LoadedModel | None = None) -> tuple[Engine, Ready]:
-    """Start an engine by `settings`, of a model that is loaded already where one is given. Raises ValueError where the
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What engines that are forked from one process have in common: a loaded model, and what was found before."""
+
+    checked: _Checked
+    model: LoadedModel
+    rates: Rates | None  # of this machine, with the threads of one engine
+
+
+def start_engine(settings: Settings, shared: Shared | None = None) -> tuple[Engine, Ready]:
+    """Start an engine by `settings`, with what is loaded already where engines share it. Raises ValueError where the
     model cannot be loaded, fails its probe, or does not fit."""
     limits, threads = settings.limits(), settings.threads or machine.cores()
-    checked = _check(settings)
+    checked = _check(settings) if shared is None else shared.checked
     peer, saved = opening.peer_of(settings), opening.open_saved(settings)
     held, against = checked.held, checked.no_images
     if against:
@@ -101,9 +110,11 @@ def start_engine(settings: Settings, model: LoadedModel | None = None) -> tuple[
     _tell(settings, limits, found, held.kv)
     each = max(1, threads // held.share.count)  # a number that was asked for counts, whatever the machine
     torch.set_num_threads(each)
-    rates = bottleneck.cpu_rates(found.weights, settings.activations)
-    if model is None:
+    if shared is None:
+        rates = bottleneck.cpu_rates(found.weights, settings.activations)
         model = _load(settings, checked, threads)
+    else:
+        model, rates = shared.model, shared.rates
     for sentence in without_kernels(model.decoder):
         logger.warning("%s", sentence)
     torch.set_num_threads(each)  # which loading may have changed
@@ -119,17 +130,20 @@ def start_engine(settings: Settings, model: LoadedModel | None = None) -> tuple[
     return made, replace_settings(ready, shape=shape, machine=_machine(rates, found, threads))
 
 
-def load_shared(settings: Settings) -> LoadedModel:
+def load_shared(settings: Settings) -> Shared:
     """Load the model of `settings` on a CPU, for engines that are forked from this process and start with it.
 
     It takes the threads of all of them. Torch's threads belong to the calling thread, and end with it. Raises
     ValueError as `start_engine`.
     """
     checked = _check(settings)
-    _fit(settings, checked)
-    threads = settings.sharers * (settings.threads or machine.cores())
-    torch.set_num_threads(threads)
-    return _load(settings, checked, threads)
+    found, each = _fit(settings, checked), settings.threads or machine.cores()
+    torch.set_num_threads(each)
+    rates = bottleneck.cpu_rates(found.weights, settings.activations)
+    torch.set_num_threads(settings.sharers * each)
+    model = _load(settings, checked, settings.sharers * each)
+    _ = model.eos_ids  # which reads the tokenizer, here and not in each engine
+    return Shared(checked, model, rates)
 
 
 def _check(settings: Settings) -> _Checked:
