@@ -2,8 +2,9 @@
 
 Blocks fenced `sh` and `python` run in the order of PAGES, in one folder. There the embedded model is `./model`, and the
 Hub model that README names; `yaml` is the recipe file that a command names. Blocks fenced `bash` are a script, page by
-page, which `test_tasks.py` runs from an empty folder. Commands in blocks fenced `console` are parsed and not run: each option must exist.
-`NOT_RUN` lists the code that runs nowhere. Targets of `make`, files and links that a page names must exist.
+page, which `test_tasks.py` runs from an empty folder. Commands in blocks fenced `console` are parsed and not run: each
+option must exist. `NOT_RUN` lists the code that runs nowhere. Targets of `make`, files and links that a page names must
+exist.
 """
 
 from __future__ import annotations
