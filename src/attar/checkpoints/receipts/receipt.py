@@ -83,6 +83,7 @@ KEYS: Mapping[str, str] = {
     "warnings": "Sentences that the run printed as warnings.",
     "original": "Format and schemes of a source that was compressed itself.",
     "copied": "Modules beside the language model, copied as they are, with their dtypes.",
+    "vision": "Vision tower and projector: scheme, linears quantized, error of an image's rows, and their probe.",
     "drafts_for": "Hash of the model that this one makes drafts for.",
     "products": "`bfloat16` where products ran on tiles.",
 }

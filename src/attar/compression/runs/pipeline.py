@@ -27,6 +27,7 @@ from attar.compression.calibration import domain, texts
 from attar.compression.calibration.texts import Calibration
 from attar.compression.memory import large_blocks_apart
 from attar.compression.outputs import towers
+from attar.compression.outputs.folder import FolderOutput
 from attar.compression.recipe.recipe import Recipe
 from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.request.request import CompressionRequest, Target
@@ -233,7 +234,8 @@ def _gain(asked: ResolvedCompression, run: Run, hashes: Mapping[str, str]) -> Ga
         importances = run.output.importances
     plain = replace(
         request, dst=state / ("plain.gguf" if request.to_file else "plain"), recipe=rounded, imatrix=None,
-        calibration=run.given.tolist(), evaluation=None, evaluation_images=None, overwrite=True,
+        calibration=run.given.tolist(), evaluation=None, evaluation_images=None, vision=towers.UNCHANGED,
+        overwrite=True,
     )  # fmt: skip
     trial = resolve(plain, asked.source, rounded, plain.sequences, importances=importances)
 
@@ -262,8 +264,10 @@ def _finished(
     if chosen is not None and reached is not None:
         warnings += chosen.warnings(reached)
         about["allocation"] = chosen.finished(reached)
-    if copied := towers.copied(run.source):
+    tower = output.tower if isinstance(output, FolderOutput) else None
+    if copied := towers.copied(run.source, tower):
         about["copied"] = copied
+    about |= {} if tower is None else {"vision": tower.to_dict()}
     if run.request.as_draft:
         about["drafts_for"] = receipt.combined_hash(hashes)
         if (part := sum(f.size for f in run.files) / run.source.folder.size) > DRAFT_SHARE:
