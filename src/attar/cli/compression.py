@@ -167,6 +167,11 @@ def summary(done: Compressed) -> Iterator[str]:
     if (seen := done.images) is not None:
         kl, images = seen["kl_mean"], seen["protocol"]["images"]
         yield f"on {seen['tokens']:,} tokens behind {images} image{'s' * (images != 1)}: mean KL {kl:.3g}"
+    if (error := (done.vision or {}).get("relative_error")) is not None and done.vision is not None:
+        yield (
+            f"vision tower and projector in {done.vision['scheme']}: {done.vision['linears']} linears; rows of a "
+            f"generated image are off by {error:.2%} on average"
+        )
     yield from gains(done)
     share = done.bytes / done.source_bytes
     yield f"{done.path}: {done.bytes:,} bytes, {share:.1%} of the original's, in {done.seconds:.1f} s"

@@ -95,7 +95,9 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     seeing = vision is not None and not against
     folders = [Path(folder) for _, folder in settings.adapters]
     beside = lora.memory(folders, config, limits.max_step_tokens, held.share)
-    images = tower_bytes(vision, storage.dtype) + settings.image_cache if seeing and vision is not None else 0
+    images = 0
+    if seeing and vision is not None:
+        images = tower_bytes(vision, storage.dtype, path) + settings.image_cache
     found = fit(settings, held, limits, threads, beside, images)
     if held.share.count > 1:
         logs.say(f"the first of {held.share.count} processes, which holds the most:")
