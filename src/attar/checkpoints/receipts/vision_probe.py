@@ -5,8 +5,8 @@ each as 16 random projections. `attar verify` encodes the image again on this ma
 
 How far two sound machines may be apart is measured here as well. For exact products it is the difference to a copy
 whose pixels are moved by a few units in the last place. Where inputs are rounded, by a scheme or by the kernels, a
-value next to a border of its grid moves by a whole step. The floor is then the largest difference of that copy and of a
-copy in the layout of the native kernels, with their coarsest rounding.
+value next to a border of its grid moves by a whole step, or by chance none does. The floor is then the largest
+difference of several such copies, and of one in the layout of the native kernels with their coarsest rounding.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from attar.model.vision.model import VisionModel
 ROWS = PROMPTS
 UNITS = (6, 10)  # height and width of an image of any size, in merged patches: windows of Qwen2.5-VL are whole and cut
 BLOCK = 16  # pixels of a side that share a colour, but for noise
+MOVES = (1, -1, 2, -2)  # of pixels, in `SHAKE`
 KEY = 0x1A6E  # of the pixels' random words
 
 
@@ -83,21 +84,18 @@ def measure(vision: VisionModel, native: VisionModel | None) -> dict[str, Any]:
     kernels, if they round inputs of its linears; else None."""
     image = generated(vision)
     calm = _projected(vision.encode(image))
-    moved = replace(vision, config=_shaken(vision.config))
-    shaken = _difference(_projected(moved.encode(image)), calm)
+    path = ROUNDED if rounds_activations(vision.linears()) else EXACT
+    copies = [replace(vision, config=_moved(vision.config, by)) for by in (MOVES if path == ROUNDED else MOVES[:1])]
     noise: dict[str, float | None] = {EXACT: None, ROUNDED: None}
-    if rounds_activations(vision.linears()):
-        noise[ROUNDED] = shaken
-    else:
-        noise[EXACT] = shaken
+    noise[path] = floor = max(_difference(_projected(each.encode(image)), calm) for each in copies)
     if native is not None:
-        noise[ROUNDED] = max(shaken, _difference(_projected(native.encode(image)), calm))
+        noise[ROUNDED] = max(floor, _difference(_projected(native.encode(image)), calm))
     rows = [[float(f"{value:.9g}") for value in row] for row in calm.tolist()]
     return {"rows": rows, "noise": noise}
 
 
-def _shaken(config: VisionConfig) -> VisionConfig:
-    return replace(config, rescale=config.rescale * (1 + SHAKE))
+def _moved(config: VisionConfig, by: float) -> VisionConfig:
+    return replace(config, rescale=config.rescale * (1 + by * SHAKE))
 
 
 def _projected(rows: Tensor) -> Tensor:
