@@ -51,7 +51,7 @@ function follow(change, always) {
 }
 
 function turn(kind, ...children) {
-  const made = make("div", { className: "turn " + kind, dir: "auto" }, ...children);
+  const made = make("div", { className: "turn " + kind }, ...children);
   follow(() => talk.append(made), kind === "user" || kind === "assistant");
   return made;
 }

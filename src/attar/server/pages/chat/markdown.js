@@ -240,6 +240,7 @@ class Markdown {
   paint() {
     const { leaf } = this;
     if (!leaf || leaf.kind !== "p" || !leaf.stale) return;
+    if (!leaf.from) leaf.node.replaceChildren();
     while (leaf.node.lastChild !== leaf.from) leaf.node.lastChild.remove();
     leaf.node.append(inline(leaf.text));
     leaf.stale = false;
@@ -272,7 +273,7 @@ class Markdown {
   words(text, between) {
     if (!this.leaf || this.leaf.kind !== "p") {
       this.close();
-      this.leaf = { kind: "p", node: make("p", { dir: "auto" }), text: "", from: null, lines: 0 };
+      this.leaf = { kind: "p", node: make("p"), text: "", from: null, lines: 0 };
       this.place.append(this.leaf.node);
     }
     const { leaf } = this;
@@ -355,7 +356,7 @@ class Markdown {
       let title = rest.slice(heading[0].length).trim(), end = title.length;
       while (title[end - 1] === "#") end--;
       if (!end || title[end - 1] === " ") title = title.slice(0, end).trim();
-      this.place.append(make(`h${Math.min(6, heading[1].length + 2)}`, { dir: "auto" }, inline(title)));
+      this.place.append(make(`h${Math.min(6, heading[1].length + 2)}`, {}, inline(title)));
     } else if (RULE.test(rest)) {
       this.cut(depth);
       this.place.append(make("hr"));
@@ -384,7 +385,7 @@ class Markdown {
   }
 
   row({ node, sides }, cells, tag) {
-    const made = sides.map((className, at) => make(tag, { className, dir: "auto" }, inline(cells[at] || "")));
+    const made = sides.map((className, at) => make(tag, { className }, inline(cells[at] || "")));
     node.append(make("tr", {}, ...made));
   }
 }
