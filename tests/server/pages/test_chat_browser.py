@@ -24,7 +24,8 @@ WIDTHS = (320, 700, 1280)
 MOST = 5e6  # bytes that the page keeps
 KINDS = [
     "# A title\n\nSome *words* and `code`, [a link](http://x.invalid/" + "y" * 200 + ").\n\n"
-    "```python\n" + "z" * 300 + "\n```\n\n| a | b |\n|---|--:|\n| " + "wide " * 60 + "| 2 |\n\n> quoted\n\n1. one\n   - two\n" + "w" * 200,
+    "```python\n" + "z" * 300 + "\n```\n\n| a | b |\n|---|--:|\n| " + "wide " * 60 + "| 2 |\n\n"
+    "> quoted\n\n1. one\n   - two\n" + "w" * 200,
     '{"name": "Ada", "born": 1815}',
 ]  # fmt: skip
 
