@@ -25,11 +25,15 @@ class Log(logging.Handler):
     def __init__(self, descriptor: int = 2) -> None:
         super().__init__()
         self._descriptor = descriptor
+        self._torn = False  # whether a line broke off where the disk was full
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with an empty queue and a thread: in a forked process as well, which has none of the threads."""
         # Not `Queue`: a garbage collection may run while that holds its lock, and a collected object may log.
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._waiting = self._dropped = 0  # characters, lines
         self._counting = threading.RLock()  # of its own: the thread that closes the log holds the handler's, and waits
-        self._torn = False  # whether a line broke off where the disk was full
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
 
@@ -101,6 +105,13 @@ def begin(form: str = "%(message)s") -> None:
     """Log to standard error from level INFO on, one line a record, unless logging is configured already."""
     if not logging.getLogger().handlers:  # else logging is configured already
         logging.basicConfig(level=logging.INFO, format=form, handlers=[_handler()])
+
+
+def go_on_in_fork() -> None:
+    """Let a forked process log as the one that it was forked from."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, Log):
+            handler.begin()
 
 
 def _handler() -> logging.Handler:

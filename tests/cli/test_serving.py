@@ -519,18 +519,23 @@ def test_what_replicas_cannot_have_is_refused(
     refused(CliRunner().invoke(app, ["serve", *shlex.split(options), "--json"]), BAD_INPUT, code, word, as_json=True)
 
 
-def test_replicas_divide_memory_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "placed"), [([0, 0], [(4 * 10**9, 2), (4 * 10**9, 2)]), ([0, 1], [(2 * 10**9, 1), (2 * 10**9, 1)])]
+)
+def test_replicas_divide_memory_and_cores(
+    nodes: list[int], placed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of one memory node have the memory together, as they share weights."""
     found: list[Any] = []
     monkeypatch.setattr(processes, "run", lambda parts, *rest: found.append((parts, rest)) or 0)
     monkeypatch.setattr(machine, "cores", lambda root=None: 2)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(cores, "node", lambda cpu, root=None: nodes[cpu])
     done = CliRunner().invoke(app, ["serve", "--replicas", "2", "--memory", "4GB", "--port", "0"])
     assert done.exit_code == 0, done.output
-    [(parts, (_, options, _, _))] = found
-    assert [(settings.memory, settings.threads, cores) for settings, cores in parts] == [
-        (2 * 10**9, 1, (0,)),
-        (2 * 10**9, 1, (1,)),
-    ]
+    [(parts, (_, options, *_))] = found
+    assert [(settings.memory, settings.sharers) for settings, _ in parts] == placed
+    assert [(settings.threads, cores) for settings, cores in parts] == [(1, (0,)), (1, (1,))]
     assert options.max_requests == 2 * (32 + 256) + BESIDES
 
 

@@ -283,7 +283,7 @@ def test_a_socket_that_cannot_be_made_is_said_and_tried_again(
     monkeypatch.setattr(main.signal, "signal", lambda *_: None)
     monkeypatch.setattr(main.gc, "freeze", lambda: None)
     monkeypatch.setattr(main.logs, "begin", lambda _: None)
-    monkeypatch.setattr(main.startup, "start_engine", lambda _: (SimpleNamespace(runner=None), None))
+    monkeypatch.setattr(main.startup, "start_engine", lambda *_: (SimpleNamespace(runner=None), None))
     monkeypatch.setattr(main.logging, "shutdown", lambda: None)
     monkeypatch.setattr(main, "_end_at_once", END_AT_ONCE)
     monkeypatch.setattr(main.os, "_exit", sys.exit)
@@ -364,7 +364,7 @@ def test_an_engine_leaves_alone_what_lies_in_its_folders_place(tmp_path: Path, m
     monkeypatch.setattr(main.gc, "freeze", lambda: None)
     monkeypatch.setattr(main.logs, "begin", lambda _: None)
     engine = SimpleNamespace(runner=None, overlaps=False, moves=None)
-    monkeypatch.setattr(main.startup, "start_engine", lambda _: (engine, None))
+    monkeypatch.setattr(main.startup, "start_engine", lambda *_: (engine, None))
     monkeypatch.setattr(main.Loop, "run", run)
     assert main.main() == 0
     assert (other / "engine").is_file()

@@ -51,6 +51,16 @@ def test_without_a_context_requests_may_be_as_long_as_the_cache() -> None:
     assert 0 <= made.unused < made.memory / 100  # a shorter context makes the largest step a little smaller
 
 
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_engines_that_share_weights_divide_the_rest(count: int) -> None:
+    alone, each = found(context=4096), found(context=4096, memory=20 * GB, sharers=count)
+    assert each.weights == alone.weights
+    assert each.memory - each.weights == (20 * GB - alone.weights) // count
+    assert each.weights + count * (each.memory - each.weights) <= 20 * GB
+    with user_error("memory_insufficient"):
+        found(context=4096, memory=3 * GB, sharers=count)
+
+
 def test_a_context_that_fits_several_times_is_kept() -> None:
     made = found(context=4096)
     assert made.context == 4096

@@ -44,6 +44,7 @@ SINGLE = (
     "router_key_file",
 )  # options of a server with one model
 ENGINE = (sys.executable, "-m", "attar.engine.main")  # the command line of its process
+FORKS = (sys.executable, "-m", "attar.engine.fork_server")  # that of a process that forks several
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,12 +273,12 @@ def serve(config: ServeConfig) -> None:
         tell_shared(settings.device, config.tp, config.pp)
         server_options = config.http(keys, origins, settings.limits(), path, name, config.replicas or 1)
         tokenizer = _tokenizer(path, config.chat_template)
-        told = tokenizer, server_options, ENGINE, teller(bool(tokenizer.chat_templates), config.as_json)
+        ready = teller(bool(tokenizer.chat_templates), config.as_json)
         if config.replicas is None:
-            _run(config, lambda: supervisor.run(settings, *told))
+            _run(config, lambda: supervisor.run(settings, tokenizer, server_options, ENGINE, ready))
         else:
             parts = several.divide_cores(settings, config.replicas, config.replica_cores or ())
-            _run(config, lambda: processes.run(parts, *told))
+            _run(config, lambda: processes.run(parts, tokenizer, server_options, ENGINE, FORKS, ready))
 
 
 def _tokenizer(path: Path, template: Path | None) -> Tokenizer:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,10 +140,16 @@ def divide_cores(settings: Settings, count: int, listed: Sequence[str]) -> list[
         here = machine.examine()
         total = here.budget if settings.kv_fraction is None else here.memory
     found = []
+    on_node = Counter(cores.node(share[0]) for share in shares)
     for number, share in enumerate(shares):
-        threads = settings.threads or cores.threads(share, count)
-        found.append((msgspec.structs.replace(settings, memory=total // count, threads=threads), share))
-        tell(f"replica {number:<6}{size(total // count):>10}  processors {_ranges(share)}, threads: {threads}")
+        threads, sharers = settings.threads or cores.threads(share, count), on_node[cores.node(share[0])]
+        placed = msgspec.structs.replace(settings, memory=total * sharers // count, sharers=sharers, threads=threads)
+        found.append((placed, share))
+        tell(f"replica {number:<6}processors {_ranges(share)}, threads: {threads}")
+    for node, sharers in on_node.items():
+        if sharers > 1:
+            where = f" on memory node {node}" if len(on_node) > 1 else ""
+            tell(f"{sharers} replicas{where} share {size(total * sharers // count)}, and hold the weights once")
     from attar.plan.rates import store
 
     rates = store.RatesStore(store.folder()).find(store.key())

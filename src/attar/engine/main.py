@@ -35,6 +35,7 @@ from attar.engine import startup
 from attar.engine.blocks.moves import BlockMoves
 from attar.engine.engine import Engine
 from attar.engine.outbox import Outbox, framed
+from attar.engine.startup import Shared
 from attar.execution.parallel.executor import ParallelRunner
 from attar.execution.parallel.worker_group import polled
 from attar.protocol import framing, messages
@@ -269,17 +270,26 @@ def _end_at_once(why: str) -> NoReturn:
 
 
 def main() -> int:
-    """Read settings from standard input, load, and run. Exit statuses other than 0 are in `protocol/settings.py`."""
+    """Run an engine. Exit statuses other than 0 are in `protocol/settings.py`."""
     logs.begin("engine: %(message)s")
-    for each in (signal.SIGINT, signal.SIGTERM):  # sent to whole process groups; the server says when to end
+    ignore_signals()
+    return run()
+
+
+def ignore_signals() -> None:
+    """Ignore signals that are sent to whole process groups: the server says when to end."""
+    for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
+
+
+def run(shared: Shared | None = None) -> int:
+    """Read settings from standard input, load the model unless there is one, and serve. Returns the exit status."""
     settings = Settings.of(sys.stdin.buffer.readline())
     try:
         faults.arm_from(env.get().faults)
-        engine, ready = startup.start_engine(settings)
+        engine, ready = startup.start_engine(settings, shared)
     except (ValueError, OSError) as error:
-        logs.say(f"error: {error}")
-        return CHANGED if isinstance(error, ChangedError) else HOPELESS
+        return explained(error)
     if isinstance(engine.runner, ParallelRunner):
         workers = engine.runner.workers
 
@@ -302,6 +312,12 @@ def main() -> int:
     if loop.ended:
         machine.remove_private_folder(path.parent, path.name)
     return 0
+
+
+def explained(error: Exception) -> int:
+    """Print why an engine cannot start; returns the exit status."""
+    logs.say(f"error: {error}")
+    return CHANGED if isinstance(error, ChangedError) else HOPELESS
 
 
 def _place(listener: socket.socket) -> tuple[int, int] | None:

@@ -13,7 +13,8 @@ most, and the least free memory of any counts.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -70,13 +71,86 @@ NOT_CONTINUED = (
 )
 
 
-def start_engine(settings: Settings) -> tuple[Engine, Ready]:
-    """Load the model of `settings`. Raises ValueError where it cannot be loaded, fails its probe, or does not fit."""
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """What a start on a CPU reads before any weight: the checkpoint's headers, and what fits."""
+
+    path: Path
+    config: ModelConfig
+    storage: Storage
+    held: Deployment
+    seeing: bool  # whether the vision tower is loaded
+    no_images: str  # why images are refused; empty where they are not, or where the model takes none
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What engines that are forked from one process have in common: a loaded model, and what was found before."""
+
+    checked: _Checked
+    model: LoadedModel
+    rates: Rates | None  # of this machine, with the threads of one engine
+
+
+def start_engine(settings: Settings, shared: Shared | None = None) -> tuple[Engine, Ready]:
+    """Start an engine by `settings`, with what is loaded already where engines share it. Raises ValueError where the
+    model cannot be loaded, fails its probe, or does not fit."""
     limits, threads = settings.limits(), settings.threads or machine.cores()
+    checked = _check(settings) if shared is None else shared.checked
+    peer, saved = opening.peer_of(settings), opening.open_saved(settings)
+    held, against = checked.held, checked.no_images
+    if against:
+        logs.say(f"images are refused: {against}")
+    if settings.device != "cpu":
+        made, ready = _on_gpu(settings, checked.path, held, limits, threads)
+        return made, replace_settings(ready, no_images=against)
+    found = _fit(settings, checked)
+    if held.share.count > 1:
+        logs.say(f"the first of {held.share.count} processes, which holds the most:")
+    _tell(settings, limits, found, held.kv)
+    each = max(1, threads // held.share.count)  # a number that was asked for counts, whatever the machine
+    torch.set_num_threads(each)
+    if shared is None:
+        rates = bottleneck.cpu_rates(found.weights, settings.activations)
+        model = _load(settings, checked, threads)
+    else:
+        model, rates = shared.model, shared.rates
+    for sentence in without_kernels(model.decoder):
+        logger.warning("%s", sentence)
+    torch.set_num_threads(each)  # which loading may have changed
+    # The time of one stage of several says nothing of the step (`bottleneck.py`).
+    model_of = bottleneck.step_model(settings, held, threads)
+    judge = Bottlenecks(_roof(held, rates), KernelMeter(), model_of) if settings.pp == 1 else None
+    made, ready = _made(settings, held, limits, model, found, judge, (saved, peer))
+    ready = replace_settings(ready, no_images=NO_TENSORS if checked.seeing and made.images is None else against)
+    if held.share.count > 1:
+        return made, ready  # sizes and rates of one process say nothing of the step
+    limits_of_step = StepLimits.of(limits, threads)
+    shape = described(settings.served_as, checked.config, checked.storage, held.kv.name, limits_of_step)
+    return made, replace_settings(ready, shape=shape, machine=_machine(rates, found, threads))
+
+
+def load_shared(settings: Settings) -> Shared:
+    """Load the model of `settings` on a CPU, for engines that are forked from this process and start with it.
+
+    It takes the threads of all of them. Torch's threads belong to the calling thread, and end with it. Raises
+    ValueError as `start_engine`.
+    """
+    checked = _check(settings)
+    found, each = _fit(settings, checked), settings.threads or machine.cores()
+    torch.set_num_threads(each)
+    rates = bottleneck.cpu_rates(found.weights, settings.activations)
+    torch.set_num_threads(settings.sharers * each)
+    model = _load(settings, checked, settings.sharers * each)
+    _ = model.eos_ids  # which reads the tokenizer, here and not in each engine
+    return Shared(checked, model, rates)
+
+
+def _check(settings: Settings) -> _Checked:
+    """Read the headers of the model of `settings`. Raises ValueError for settings that do not go with each other or
+    with the model, and for files that have changed."""
     sparse(settings)  # before anything is read
     evictions(settings)
-    peer = opening.peer_of(settings)
-    saved = opening.open_saved(settings)
     path = hub.resolve(settings.model)
     require_unchanged(settings.files, settings.folders)
     config, storage = stored(path)
@@ -87,39 +161,28 @@ def start_engine(settings: Settings) -> tuple[Engine, Ready]:
     vision, against = tower_of(path)
     if vision is not None:
         against = no_images(settings, vision) or ""
-    if against:
-        logs.say(f"images are refused: {against}")
-    if settings.device != "cpu":
-        made, ready = _on_gpu(settings, path, held, limits, threads)
-        return made, replace_settings(ready, no_images=against)
-    seeing = vision is not None and not against
+    return _Checked(path, config, storage, held, vision is not None and not against, against)
+
+
+def _fit(settings: Settings, checked: _Checked) -> Fit:
+    """Divide the memory of a start on CPUs. Raises ValueError where the model does not fit."""
+    limits, vision = settings.limits(), tower_of(checked.path)[0]
     folders = [Path(folder) for _, folder in settings.adapters]
-    beside = lora.memory(folders, config, limits.max_step_tokens, held.share)
-    images = tower_bytes(vision, storage.dtype) + settings.image_cache if seeing and vision is not None else 0
-    found = fit(settings, held, limits, threads, beside, images)
-    if held.share.count > 1:
-        logs.say(f"the first of {held.share.count} processes, which holds the most:")
-    _tell(settings, limits, found, held.kv)
-    each = max(1, threads // held.share.count)  # a number that was asked for counts, whatever the machine
-    torch.set_num_threads(each)
-    rates = bottleneck.cpu_rates(found.weights, settings.activations)
+    beside = lora.memory(folders, checked.config, limits.max_step_tokens, checked.held.share)
+    images = 0
+    if checked.seeing and vision is not None:
+        images = tower_bytes(vision, checked.storage.dtype) + settings.image_cache
+    return fit(settings, checked.held, limits, settings.threads or machine.cores(), beside, images)
+
+
+def _load(settings: Settings, checked: _Checked, threads: int) -> LoadedModel:
+    """Load weights and adapters on CPUs."""
     model = load_model(
-        path, dtype=settings.computes_in, activations=settings.activations, verify=settings.verify,
-        parallel=Parallel(settings.tp, settings.pp, threads), images=seeing,
+        checked.path, dtype=settings.computes_in, activations=settings.activations, verify=settings.verify,
+        parallel=Parallel(settings.tp, settings.pp, threads), images=checked.seeing,
     )  # fmt: skip
     _install(model, settings)
-    for sentence in without_kernels(model.decoder):
-        logger.warning("%s", sentence)
-    torch.set_num_threads(each)  # which loading may have changed
-    # The time of one stage of several says nothing of the step (`bottleneck.py`).
-    model_of = bottleneck.step_model(settings, held, threads)
-    judge = Bottlenecks(_roof(held, rates), KernelMeter(), model_of) if settings.pp == 1 else None
-    made, ready = _made(settings, held, limits, model, found, judge, (saved, peer))
-    ready = replace_settings(ready, no_images=NO_TENSORS if seeing and made.images is None else against)
-    if held.share.count > 1:
-        return made, ready  # sizes and rates of one process say nothing of the step
-    shape = described(settings.served_as, config, storage, held.kv.name, StepLimits.of(limits, threads))
-    return made, replace_settings(ready, shape=shape, machine=_machine(rates, found, threads))
+    return model
 
 
 def _machine(rates: Rates | None, found: Fit, threads: int) -> MachineRates | None:
@@ -330,7 +393,13 @@ def fit(
     memory //= share.count
     source += f", of which each of {share.count} processes has its part" if share.count > 1 else ""
     cache = CacheLimits(settings.max_cached_tokens, settings.kv_fraction)
-    found = planning.start(held, memory, StepLimits.of(limits, threads), settings.context, cache, adapters)
+    start = partial(planning.start, held)
+    given = StepLimits.of(limits, threads), settings.context, cache, adapters
+    found = start(memory, *given)
+    if settings.sharers > 1 and found.unused >= 0:
+        memory = found.weights + (memory - found.weights) // settings.sharers
+        source += f", of which {settings.sharers} engines share the weights and have equal parts of the rest"
+        found = start(memory, *given)
     if found.context < (settings.context or most):
         logger.info("requests may have %d tokens, what the cache holds, instead of %d", found.context, most)
     planning.require(found, source)

@@ -33,6 +33,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv: str | None = None  # a scheme of kv/schemes.py
     context: int | None = None
     memory: int | None = None
+    sharers: int = 1  # engines forked from one process: they divide `memory`, and hold the weights once
     max_cached_tokens: int | None = None
     kv_fraction: float | None = None  # fraction of the memory left after the model for the KV cache
     preset: str | None = None

@@ -24,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -44,21 +44,36 @@ END_SECONDS = 10.0  # for an engine to end
 logger = logging.getLogger(__name__)
 
 
+class Child(Protocol):
+    """What is needed of a `subprocess.Popen`."""
+
+    stdin: IO[bytes] | None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status. Raises subprocess.TimeoutExpired."""
+
+    def kill(self) -> None:
+        """Kill it where it runs."""
+
+
 class EngineProcess:
     """The engine as a child process, started by `command`, which reads `settings` from its standard input.
 
     `gave_up(status)` is called, from another thread, when no further engine will start; `served()` tells whether one
     was ever ready. Without `retries` one that dies before that is given up at once. It runs on `cores`, by default on
-    those of this process. Logs call it `name`.
+    those of this process. Logs call it `name`. Where there is a function `forked`, it starts the process, on cores that
+    it is given, in place of `command`.
     """
 
     def __init__(
         self, command: Sequence[str], settings: Settings, served: Callable[[], bool], gave_up: Callable[[int], None],
         retries: bool = True, cores: Sequence[int] = (), name: str = "the engine",
+        forked: Callable[[Sequence[int]], Child] | None = None,
     ) -> None:  # fmt: skip
         self.command, self.settings, self.served, self.gave_up = command, settings, served, gave_up
         self.retries, self.cores, self.name = retries, cores, name
-        self.child: subprocess.Popen[bytes] | None = None
+        self.child: Child | None = None
+        self._forked = forked
         self._ending = threading.Event()
         self._starting = threading.Lock()  # a child that is started while this ends would be orphaned
         self._deaths: deque[float] = deque()
@@ -110,8 +125,11 @@ class EngineProcess:
         path = Path(self.settings.socket)
         machine.private_folder(path.parent)  # temporary folders are cleaned, also of needed files
         path.unlink(missing_ok=True)
-        with _on(self.cores):
-            self.child = subprocess.Popen(self.command, stdin=subprocess.PIPE)
+        if self._forked is not None:
+            self.child = self._forked(self.cores)
+        else:
+            with on_cores(self.cores):
+                self.child = subprocess.Popen(self.command, stdin=subprocess.PIPE)
         assert self.child.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once: the watcher sees that
             self.child.stdin.write(self.settings.line())
@@ -154,7 +172,7 @@ class EngineProcess:
 
 
 @contextlib.contextmanager
-def _on(cores: Sequence[int]) -> Iterator[None]:
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
     """Let this thread run on `cores` meanwhile, where there are any: a child inherits them from the thread that starts
     it, before it has threads of its own."""
     if not cores:

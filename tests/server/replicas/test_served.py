@@ -135,8 +135,9 @@ def wait(served: Served, true: Callable[[Any], bool]) -> None:
 
 
 def engines(served: Served) -> list[int]:
-    """Process ids of the engines."""
-    return [pid for pid in children(served.process.pid) if b"engine.main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    """Process ids of the engines, which one child of the server has forked."""
+    below = (each for child in children(served.process.pid) for each in children(child))
+    return [pid for pid in below if Path(f"/proc/{pid}/comm").read_text() == "attar-engine\n"]
 
 
 def test_answers_go_on_when_an_engine_is_killed(served: tuple[Served, tuple[str, ...]]) -> None:

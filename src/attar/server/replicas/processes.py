@@ -24,6 +24,8 @@ from attar.server.engine_client.client import EngineClient
 from attar.server.engine_client.heartbeat import STUCK
 from attar.server.http import sockets
 from attar.server.options import ServerOptions
+from attar.server.replicas import cores
+from attar.server.replicas.forked import ForkServer
 from attar.server.replicas.group import ReplicaGroup
 from attar.server.supervisor import EngineProcess, private_socket
 from attar.text.tokenizer import Tokenizer
@@ -86,14 +88,31 @@ async def _gone_and_back(client: EngineClient, given_up: Callable[[], bool]) -> 
     return True
 
 
+def fork_servers(shares: Sequence[tuple[Settings, tuple[int, ...]]], command: Sequence[str]) -> list[ForkServer | None]:
+    """Return who forks each engine: one process for those of a memory node, None for an engine that is alone there."""
+    nodes: dict[int, list[int]] = {}
+    for number, (settings, own) in enumerate(shares):
+        if settings.sharers > 1:
+            nodes.setdefault(cores.node(own[0]), []).append(number)
+    found: list[ForkServer | None] = [None] * len(shares)
+    for numbers in nodes.values():
+        together = sorted({cpu for number in numbers for cpu in shares[number][1]})
+        server = ForkServer(command, shares[numbers[0]][0], together)
+        for number in numbers:
+            found[number] = server
+    return found
+
+
 def run(
     shares: Sequence[tuple[Settings, tuple[int, ...]]], tokenizer: Tokenizer, options: ServerOptions,
-    engine: Sequence[str], started: Callable[[str], None],
+    engine: Sequence[str], forks: Sequence[str], started: Callable[[str], None],
 ) -> int:  # fmt: skip
     """Serve one model by several engines until told to stop: settings and cores of each are `shares`. Returns the exit
     status: 0, 1 if all engines kept dying, 2 if one cannot serve the model at all.
 
-    `engine` is the command line of an engine's process. Raises OSError where the address is not available, ValueError
+    `engine` is the command line of an engine's process, `forks` that of one that forks those of one memory node.
+
+    Raises OSError where the address is not available, ValueError
     for unknown faults to be armed (`attar/faults.py`).
     """
     faults.arm_from(env.get().faults)
@@ -105,7 +124,7 @@ def run(
         async def main() -> None:
             loop = asyncio.get_running_loop()
             keys = len(set(options.keys.hashes))
-            group = ReplicaGroup(paths, max(STUCK, options.deadline), keys, [cores for _, cores in shares])
+            group = ReplicaGroup(paths, max(STUCK, options.deadline), keys, [own for _, own in shares])
             server: Server | None = None
 
             def given_up(number: int, code: int) -> None:
@@ -118,7 +137,7 @@ def run(
                         server.stop()
 
             def child(number: int) -> EngineProcess:
-                settings, cores = shares[number]
+                settings, own = shares[number]
                 placed = msgspec.structs.replace(settings, socket=str(paths[number]), tells_cache=True)
                 client = group.replicas[number].client
 
@@ -131,10 +150,12 @@ def run(
                     placed,
                     lambda: client.was_ready,
                     gave_up,
-                    cores=cores,
+                    cores=own,
                     name=f"the engine of replica {number}",
+                    forked=None if (fork := servers[number]) is None else fork.start,
                 )
 
+            servers = fork_servers(shares, forks)
             children = [child(number) for number in range(len(shares))]
             rolling = RollingRestart(group, children, options.drain_seconds)
             try:
@@ -149,6 +170,7 @@ def run(
             finally:
                 await rolling.end()
                 await asyncio.gather(*(loop.run_in_executor(None, each.end) for each in children))
+                await asyncio.gather(*(loop.run_in_executor(None, each.end) for each in {*servers} if each))
 
         gc.freeze()
         asyncio.run(main())
