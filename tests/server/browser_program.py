@@ -55,6 +55,8 @@ OTHERS = """() => {  // somebody else's, who waits with two choices
   const options = { method: "POST", headers: { "Content-Type": "application/json" }, signal: others.signal };
   fetch("v1/completions", { ...options, body: JSON.stringify({ prompt: "a", n: 3, max_tokens: 400 }) }).catch(() => 0);
 }"""
+OPTIONS = ("system", "temperature", "max_tokens", "top_p", "seed")
+STATES = ("free", "active", "cached")
 FOCUS = """() => {
   const style = getComputedStyle(document.activeElement);
   return [document.activeElement.id, style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0];
@@ -96,7 +98,7 @@ class Walk:
     def to(self, name: str, key: str = "Tab") -> list[str]:
         """Walk there; what came by. Whatever has the focus must show it."""
         way = []
-        for _ in range(20):
+        for _ in range(40):
             self.press(key)
             at, seen = self.page.evaluate(FOCUS)
             assert seen, f"{at} has the focus and does not show it"
@@ -106,6 +108,8 @@ class Walk:
         raise AssertionError(f"no way from {way[0]} to {name}: {way}")
 
     def set(self, name: str, value: str) -> None:
+        if name in OPTIONS and not self.page.evaluate("$('options').open"):
+            self.to_options()
         if self.focus() != name:
             self.to(name)
         self.press("Control+A")
@@ -115,6 +119,11 @@ class Walk:
         if self.focus() != "text":
             self.to("text", "Shift+Tab")
         self.page.keyboard.type(text)
+        self.press("Enter")
+
+    def to_options(self) -> None:
+        """Walk to the options and unfold them."""
+        self.to("fold")
         self.press("Enter")
 
     def notes(self) -> int:
@@ -137,9 +146,11 @@ def talk(browser: Browser, url: str, size: tuple[int, int], picture: Path) -> di
     page, seen = walk.page, {}
     seen["first"] = walk.focus()
     # The knobs, and Send by key.
-    seen["way"] = walk.to("key")
-    walk.to("text", "Shift+Tab")
-    for name, value in (("temperature", "0.5"), ("top_p", "0"), ("max_tokens", "6"), ("seed", "-7"), ("system", "hm")):
+    seen["folded"] = walk.to("fold")
+    walk.press("Enter")
+    seen["way"] = walk.to("tools")
+    walk.to("system", "Shift+Tab")
+    for name, value in (("system", "hm"), ("temperature", "0.5"), ("max_tokens", "6"), ("top_p", "0"), ("seed", "-7")):
         walk.set(name, value)
     walk.to("text", "Shift+Tab")
     page.keyboard.type("hello")
@@ -161,7 +172,7 @@ def talk(browser: Browser, url: str, size: tuple[int, int], picture: Path) -> di
     page.evaluate(OTHERS)
     until(lambda: walk.text("#waiting") == "2")
     until(lambda: float(walk.text("#rate")) > 0)
-    seen["figures"] = {name: walk.text(f"#{name}") for name in ("running", "reused", "preemptions", "counts")}
+    seen["figures"] = {name: walk.text(f"#{name}") for name in ("running", "reused", "preemptions", *STATES)}
     seen["cells"] = page.evaluate(CELLS, 9)
     page.screenshot(path=str(picture))
     page.evaluate("others.abort()")
@@ -182,14 +193,14 @@ def talk(browser: Browser, url: str, size: tuple[int, int], picture: Path) -> di
     seen["at a knob"] = walk.focus()
     seen["turns"] = page.locator(".user").all_inner_texts()
     seen["notes"] = page.locator(".note").all_inner_texts()
-    # Clear by key, while an answer comes.
+    # Another conversation by key, while an answer comes.
     walk.set("max_tokens", str(MANY))
     walk.say("lost")
     walk.answering()
-    walk.to("clear")
+    walk.to("new", "Shift+Tab")
     walk.press("Enter")
     until(lambda: page.locator("#stop").is_disabled())
-    seen["cleared"] = [walk.text("#talk"), walk.focus()]
+    seen["left"] = [page.locator(".turn").count(), walk.focus()]
     walk.set("max_tokens", "2")
     walk.say("fresh")
     until(lambda: walk.notes() == 1)
@@ -271,17 +282,16 @@ def refused(browser: Browser, url: str) -> dict[str, Any]:
     walk.to("text", "Shift+Tab")
     walk.say("before")
     until(lambda: walk.notes() == 1)
-    for number, status in enumerate((500, 401), 2):
+    for status in (500, 401):
         page.route("**/v1/chat/completions", refusing(status))
         walk.set("text", "try this")
         walk.press("Enter")
-        until(lambda many=number: walk.notes() == many)
-        until(lambda: page.locator("#send").is_enabled())
+        until(lambda: page.evaluate("running === null"))
         left = [page.input_value("#text"), page.locator(".user").all_inner_texts()]
         seen[str(status)] = [*left, page.locator(".error").last.inner_text()]
         page.unroute("**/v1/chat/completions")
     walk.press("Enter")
-    until(lambda: walk.notes() == 4)
+    until(lambda: walk.notes() == 2)
     seen["asked"] = page.evaluate("asked")[-1]["messages"]
     seen["typed"] = page.input_value("#text")
     page.close()
@@ -289,14 +299,14 @@ def refused(browser: Browser, url: str) -> dict[str, Any]:
 
 
 def reload(browser: Browser, url: str) -> dict[str, Any]:
-    """What is there of a conversation after the page is loaded again, and after it was cleared."""
+    """What is there of a conversation after the page is loaded again, and after another was begun."""
     walk = Walk(browser, url, (1000, 700))
     page, seen = walk.page, {}
 
     def turns() -> Any:
-        return page.locator(".turn").all_text_contents()
+        return page.locator(".user, .assistant, .note").all_text_contents()
 
-    for name, value in (("temperature", "0.5"), ("max_tokens", "4"), ("system", "hm"), ("key", "secret")):
+    for name, value in (("system", "hm"), ("temperature", "0.5"), ("max_tokens", "4")):
         walk.set(name, value)
     walk.to("text", "Shift+Tab")
     walk.say("first")
@@ -305,7 +315,8 @@ def reload(browser: Browser, url: str) -> dict[str, Any]:
     page.reload()
     until(lambda: "tokens" in walk.text("#model"))
     seen["turns"] = [before, turns()]
-    seen["knobs"] = [page.input_value(f"#{name}") for name in ("temperature", "max_tokens", "system", "key")]
+    seen["knobs"] = [page.input_value(f"#{name}") for name in ("temperature", "max_tokens", "system")]
+    seen["said"] = page.evaluate("chat.items.map(each => each.content)")
     walk.say("more")
     until(lambda: walk.notes() == 2)
     seen["asked"] = page.evaluate("asked")[-1]
@@ -313,12 +324,12 @@ def reload(browser: Browser, url: str) -> dict[str, Any]:
     walk.to("text", "Shift+Tab")
     walk.say("lost")
     walk.answering()
-    walk.to("clear")
+    walk.to("new", "Shift+Tab")
     walk.press("Enter")
     until(lambda: page.locator("#stop").is_disabled())
     page.reload()
     until(lambda: "tokens" in walk.text("#model"))
-    seen["cleared"] = turns()
+    seen["left"] = [turns(), page.locator("#past li").count()]
     seen["errors"] = walk.errors
     page.close()
     return seen
@@ -328,6 +339,7 @@ def chooses(browser: Browser, url: str) -> dict[str, Any]:
     """Which model is asked where there are several: the first, the one that is chosen, and that one after a reload."""
     walk = Walk(browser, url, (1000, 700), ("one", "two"))
     page, seen = walk.page, {}
+    walk.set("max_tokens", "2")
     walk.say("first")
     until(lambda: walk.notes() == 1)
     walk.to("models", "Shift+Tab")
@@ -335,7 +347,7 @@ def chooses(browser: Browser, url: str) -> dict[str, Any]:
     walk.to("text")
     walk.set("text", "second")
     walk.press("Enter")
-    until(lambda: walk.notes() == 2)
+    until(lambda: page.evaluate("asked.length === 2 && running === null"))
     seen["asked"] = [body["model"] for body in page.evaluate("asked")]
     page.reload()
     until(lambda: "tokens" in walk.text("#model"))

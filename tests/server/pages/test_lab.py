@@ -12,9 +12,9 @@ import pytest
 from soaks.served import Served
 
 from attar.server.api.response_types import state as state_types
-from attar.server.api.status import POLICY as CHAT
 from attar.server.http.security import Keys
 from attar.server.options import ServerOptions
+from attar.server.pages.chat_page import POLICY as CHAT
 from attar.server.pages.lab_page import POLICY
 from tests.server.conftest import Running
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import importlib.resources
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,18 +13,9 @@ from attar.protocol.messages import Ready
 from attar.server.api.openapi.document import giving
 from attar.server.api.response_types import state as state_types
 from attar.server.dispatcher import Dispatcher
+from attar.server.pages.chat_page import PAGE, POLICY
 from attar.server.replicas.group import ReplicaGroup
 from attar.version import __version__
-
-PAGE = importlib.resources.files("attar.server.pages").joinpath("chat.html").read_bytes()
-"""The page to chat with the model and to watch the engine. It loads nothing from elsewhere."""
-
-_DIGEST = hashlib.sha256(PAGE.partition(b"<script>")[2].partition(b"</script>")[0]).digest()
-POLICY = (
-    f"default-src 'none'; script-src 'sha256-{base64.b64encode(_DIGEST).decode()}'; style-src 'unsafe-inline'; "
-    "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-"""The page's content security policy: it may run its own script, and connect to this server."""
 
 
 def respond(value: Any) -> Response:

@@ -22,7 +22,7 @@ from attar.server.api.dialects.ollama import NEVER, VERSION
 from attar.server.api.dialects.ollama_routes import MANAGED, listed
 from attar.server.api.openapi.document import Served, document
 from attar.server.api.routes import LARGE_BODY, receive_body
-from attar.server.api.status import PAGE, POLICY, respond
+from attar.server.api.status import respond
 from attar.server.dispatcher import LATEST, LISTED
 from attar.server.errors import APIError
 from attar.server.fair_thread_pool import TextThreads
@@ -30,6 +30,7 @@ from attar.server.http import sse
 from attar.server.models.load_scheduler import State
 from attar.server.models.pool import ModelPool
 from attar.server.models.served import ServedModel
+from attar.server.pages.chat_page import PAGE, POLICY
 from attar.strict_json import shown
 from attar.version import __version__
 
