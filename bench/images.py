@@ -19,6 +19,7 @@ from attar.checkpoints.sources import hub, opening
 from attar.engine.config import EngineConfig
 from attar.engine.engine import Engine
 from attar.kernels import dispatch
+from attar.kernels.operands import Linear
 from attar.model.vision import assembly
 from attar.model.vision.config import VisionConfig, VisionNames
 from attar.model.vision.model import VisionModel
@@ -49,6 +50,12 @@ class RandomWeights:
         shape = self._of(name)
         assert shape is not None
         return torch.randn(shape) / (shape[-1] ** 0.5 if len(shape) > 1 else 1)
+
+    def packed(self, module: str) -> bool:
+        return False
+
+    def linear(self, module: str) -> Linear:
+        raise AssertionError(f"{module} is dense")
 
 
 def tower(args: argparse.Namespace, out: int) -> VisionModel:

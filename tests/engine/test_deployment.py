@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from attar import machine
+from attar.checkpoints.folder import Folder
 from attar.checkpoints.sources.opening import stored
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import compress_request
 from attar.engine import deployment, startup
 from attar.evaluation.planning import questions
 from attar.kv.sparse import SparseAttention
@@ -137,6 +140,18 @@ def test_a_plan_counts_the_vision_tower_as_a_start_does(given: dict[str, Any], s
         started = startup.fit(settings, held, settings.limits(), 1, 0, images)
         same = next(row.fit for row in found.rows if row.kv.name == held.kv.name)
         assert (same.memory, same.blocks, same.context) == (started.memory, started.blocks, started.context)
+
+
+@pytest.mark.parametrize("scheme", ["w8", "w8a8"])
+def test_a_plan_counts_a_quantized_tower_as_it_is_stored(scheme: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    compress_request(CompressionRequest(tiny.folder("smolvlm"), out, recipe="rtn-w4g32", vision=scheme))
+    folder = Folder(out)
+    parts = [name for name in folder.names() if "vision_model" in name or "connector" in name]
+    subject = questions.subject(str(out))
+    assert subject.tower_bytes == sum(folder.info(name).bytes for name in parts)
+    assert subject.tower_bytes < 0.6 * questions.subject(str(tiny.folder("smolvlm"))).tower_bytes
+    assert deployment.checkpoint(str(out)).tower_bytes == subject.tower_bytes
 
 
 def test_a_plan_of_a_gpu_or_of_text_counts_no_tower(demo: Path) -> None:

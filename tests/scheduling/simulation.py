@@ -854,7 +854,7 @@ def spans(prompt: list[int]) -> tuple[ImageSpan, ...]:
 
 
 def failing(
-    seeds: range, events: int = EVENTS, report: Callable[[int], None] = lambda seed: None, **modules: ModuleType
+    seeds: Iterable[int], events: int = EVENTS, report: Callable[[int], None] = lambda seed: None, **modules: ModuleType
 ) -> tuple[int, Exception] | None:
     """The first seed that breaks an invariant, or anything else, and how."""
     for seed in seeds:

@@ -48,6 +48,10 @@ class CompressConfig(options.OutputConfig):
         "Recipe", "SCHEME", "Scheme of the LM head: bf16 (unchanged), int8, int4, or another; in OUT.gguf int8 is "
         "q8_0 and int4 q4_0.", default="the recipe's, unchanged",
     )] = None  # fmt: skip
+    vision: Annotated[str, option(
+        "Recipe", "SCHEME", "Vision tower and projector of a vision-language model: 16bit (as they are), w8 or w8a8, "
+        "int8 weights rounded to nearest; w8a8 rounds their inputs too. For folders in compressed-tensors.",
+    )] = "16bit"  # fmt: skip
     target_bits: Annotated[float | None, option(
         "Mixed precision", "BITS", "Choose a bit width per layer for the lowest KL at this average number of bits per "
         "weight. Layers that an override decides about and a packed LM head are not counted.",
@@ -120,6 +124,7 @@ def compress(config: CompressConfig) -> None:
       attar compress org/name ./out --calib text.txt --eval heldout.txt
       attar compress ./model out.gguf --recipe q4_k_m --calib text.txt
       attar compress ./vision ./out --calib text.txt --calib-images ./pictures
+      attar compress ./vision ./out --recipe rtn-w8a8 --vision w8a8
       attar compress ./model ./mixed --target-bits 3.5 --calib text.txt
       attar compress model.gguf ./out --requantize --calib text.txt
       attar compress ./model ./draft --as-draft
@@ -131,6 +136,7 @@ def compress(config: CompressConfig) -> None:
         request = CompressionRequest(
             config.source, config.output, recipe=config.recipe or default_recipe(config.output, config.as_draft),
             head=config.head or default_head(config.output, config.as_draft and config.recipe is None),
+            vision=config.vision,
             target=parse_target(config.target_bits, config.target_size, config.target_kl, config.candidates),
             calibration=config.calib, calib_images=config.calib_images, imatrix=config.imatrix,
             evaluation=config.evaluation, evaluation_images=config.evaluation_images, samples=config.samples,
@@ -161,6 +167,11 @@ def summary(done: Compressed) -> Iterator[str]:
     if (seen := done.images) is not None:
         kl, images = seen["kl_mean"], seen["protocol"]["images"]
         yield f"on {seen['tokens']:,} tokens behind {images} image{'s' * (images != 1)}: mean KL {kl:.3g}"
+    if (error := (done.vision or {}).get("relative_error")) is not None and done.vision is not None:
+        yield (
+            f"vision tower and projector in {done.vision['scheme']}: {done.vision['linears']} linears; rows of a "
+            f"generated image are off by {error:.2%} on average"
+        )
     yield from gains(done)
     share = done.bytes / done.source_bytes
     yield f"{done.path}: {done.bytes:,} bytes, {share:.1%} of the original's, in {done.seconds:.1f} s"

@@ -34,10 +34,11 @@ def checkpoint(name: str) -> Subject:
     """Read a checkpoint's headers. Raises ValueError as loading it would."""
     from attar.checkpoints.sources import hub
     from attar.checkpoints.sources.opening import stored
-    from attar.engine.images.limits import tower_of
+    from attar.engine.images.limits import tower_bytes, tower_of
 
     path = hub.resolve(name)
-    return Subject(name, *stored(path), tower_of(path)[0])
+    (config, storage), vision = stored(path), tower_of(path)[0]
+    return Subject(name, config, storage, vision, 0 if vision is None else tower_bytes(vision, storage.dtype, path))
 
 
 def machine_at_hand(bandwidth: int | None) -> Hardware:
@@ -130,11 +131,11 @@ def image_bytes(settings: Settings, subject: Subject) -> int:
     of these settings takes no images."""
     if subject.vision is None:
         return 0
-    from attar.engine.images.limits import no_images, tower_bytes
+    from attar.engine.images.limits import no_images
 
     if no_images(settings, subject.vision) is not None:
         return 0
-    return tower_bytes(subject.vision, subject.storage.dtype) + settings.image_cache
+    return subject.tower_bytes + settings.image_cache
 
 
 def without_images(memory: int, images: int, source: str) -> tuple[int, str]:

@@ -171,7 +171,7 @@ def _fit(settings: Settings, checked: _Checked) -> Fit:
     beside = lora.memory(folders, checked.config, limits.max_step_tokens, checked.held.share)
     images = 0
     if checked.seeing and vision is not None:
-        images = tower_bytes(vision, checked.storage.dtype) + settings.image_cache
+        images = tower_bytes(vision, checked.storage.dtype, checked.path) + settings.image_cache
     return fit(settings, checked.held, limits, settings.threads or machine.cores(), beside, images)
 
 

@@ -43,12 +43,14 @@ USUAL = ("dense", "w8a8", "w4g128", "w3g128")
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that is planned for: its name, its configuration, how its weights are stored, and its vision tower."""
+    """The model that is planned for: its name, its configuration, how its weights are stored, and its vision tower with
+    the stored bytes of tower and projector."""
 
     name: str
     config: ModelConfig
     storage: Storage
     vision: VisionConfig | None = None
+    tower_bytes: int = 0
 
     @classmethod
     def shape(cls, name: str, head: str | None) -> Subject:

@@ -40,6 +40,14 @@ def test_an_output_has_a_name_and_an_importance_matrix_a_file() -> None:
     assert (default_recipe("out"), default_recipe("out.gguf")) == ("gptq-w4g128", "q4_k_m")
 
 
+def test_what_a_vision_tower_may_be_stored_as() -> None:
+    with user_error("name_unknown", "w4", "16bit", "w8a8"):
+        CompressionRequest("in", "out", vision="w4")
+    with user_error("option_conflict"):
+        CompressionRequest("in", "out.gguf", vision="w8a8")
+    assert CompressionRequest("in", "out.gguf").vision == "16bit"
+
+
 def test_a_request_stays_as_it_was_asked() -> None:
     request = CompressionRequest("in", "out", calibration=[[1, 2]] * 3, samples=5, length=2, seed=7, drawn=4)
     assert (request.amount, request.given, request.sequences) == (Amount(5, 2, 7, 4), 3, 7)

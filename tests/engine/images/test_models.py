@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,10 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("PIL.Image", reason="needs Pillow, of the extra [vision]")
 
+from attar.compression.request.request import CompressionRequest
+from attar.compression.runs.pipeline import compress_request
 from attar.engine.llm.llm import LLM
+from attar.kernels import dispatch
 from attar.protocol.messages import Finished, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.scheduler_config import SchedulerConfig
@@ -67,6 +71,26 @@ def test_answers_are_those_of_transformers(seeing: Seeing, parts: tuple[Any, ...
     found = seeing.llm.chat(said(*parts), GREEDY)
     wanted = models.answer(seeing.kind, seeing.reference, found.prompt_token_ids, pictures, GREEDY.max_tokens)
     assert list(found.token_ids) == wanted
+
+
+@pytest.mark.parametrize("scheme", ["w8", "w8a8"])
+def test_answers_of_a_quantized_tower_are_near_those_of_the_original(
+    seeing: Seeing, scheme: str, tmp_path: Path
+) -> None:
+    """The language model is as good as exact, so what is left is the tower."""
+    compress_request(CompressionRequest(seeing.folder, tmp_path / "out", recipe="rtn-w8", vision=scheme))
+    made = LLM(tmp_path / "out")
+    tower = made.model.tower
+    assert tower is not None
+    assert any(getattr(each.weight, "rounds", False) for each in tower.linears()) == (dispatch.store() is not None)
+    params = replace(GREEDY, max_tokens=1, logprobs=5)
+    ours, exact = (each.chat(said(FIRST, "what is this?"), params) for each in (made, seeing.llm))
+    assert ours.logprobs is not None
+    assert exact.logprobs is not None
+    first, wanted = dict(ours.logprobs[0].top), dict(exact.logprobs[0].top)
+    shared = first.keys() & wanted.keys()
+    assert len(shared) >= 3
+    assert all(abs(first[token] - wanted[token]) <= 0.5 for token in shared)
 
 
 def test_an_image_may_be_a_path_bytes_a_url_or_a_pil_image(seeing: Seeing, tmp_path: Path) -> None:

@@ -92,9 +92,9 @@ def tower(kind: str, picture: Picture) -> Tensor:
 
 
 @torch.inference_mode()
-def features(kind: str, picture: Picture) -> Tensor:
-    """Return transformers' rows [rows, hidden] of an image."""
-    model, values = tiny.model(kind).model, pixels(kind, picture)
+def features(kind: str, picture: Picture, whole: Any = None) -> Tensor:
+    """Return transformers' rows [rows, hidden] of an image, by the model `whole`, by default the tiny one."""
+    model, values = (tiny.model(kind) if whole is None else whole).model, pixels(kind, picture)
     if kind.startswith("qwen"):
         flat, grid = qwen_patches(picture, values)
         found: Any = model.get_image_features(flat, grid, return_dict=True).pooler_output

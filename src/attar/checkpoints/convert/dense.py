@@ -138,8 +138,7 @@ class DenseFolder(FolderView):
         linears = packed_schemes(source)
         self._linears = {f"{source.stored_linear(name)}.weight": name for name in linears}
         kept = dense_names(source, linears)
-        for name in kept:
-            _check_plain(source, name)
+        refuse_packed_outside(source, kept)
         config = {key: value for key, value in folder.config.items() if key != "quantization_config"}
         if dtype is not None:
             said = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
@@ -201,16 +200,18 @@ class DenseFolder(FolderView):
         return table[1][start:stop]
 
 
-def _check_plain(source: Checkpoint, tensor: str) -> None:
-    """Raise UserError where a tensor is a part of a compressed module that the decoder does not have."""
-    words = tensor.split(".")
-    for end in range(1, len(words)):
-        if words[end:] != ["bias"] and source.holds_packed(module := ".".join(words[:end])):
-            raise UserError(
-                "quantization_unsupported",
-                f"{source.folder.path}: {module} is compressed and no part of the language model, so attar cannot "
-                "decode it",
-            )
+def refuse_packed_outside(source: Checkpoint, tensors: Iterable[str]) -> None:
+    """Raise UserError where one of these tensors is a part of a compressed module that the decoder does not have, such
+    as a linear of a vision tower."""
+    for tensor in tensors:
+        words = tensor.split(".")
+        for end in range(1, len(words)):
+            if words[end:] != ["bias"] and source.holds_packed(module := ".".join(words[:end])):
+                raise UserError(
+                    "quantization_unsupported",
+                    f"{source.folder.path}: {module} is compressed and no part of the language model, so attar neither "
+                    "decodes nor converts it",
+                )
 
 
 def _original_of_file(file: GgufCheckpoint) -> Original:

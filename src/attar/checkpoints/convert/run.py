@@ -25,10 +25,19 @@ from pathlib import Path
 import torch
 
 from attar.checkpoints import vocabulary
+from attar.checkpoints.convert.dense import refuse_packed_outside
 from attar.checkpoints.convert.from_gguf import file_to_folder
 from attar.checkpoints.convert.gguf import GGUF
 from attar.checkpoints.convert.proof import Converted, Digest, compare
-from attar.checkpoints.convert.source import Stored, dense_names, inexact, packed_linears, stored_bits, values_of
+from attar.checkpoints.convert.source import (
+    Stored,
+    dense_names,
+    inexact,
+    packed_linears,
+    packed_schemes,
+    stored_bits,
+    values_of,
+)
 from attar.checkpoints.convert.targets import TARGETS, Target, bits_per_weight, packed_as
 from attar.checkpoints.convert.to_dense import DENSE, to_dense
 from attar.checkpoints.convert.to_gguf import folder_to_file
@@ -104,6 +113,7 @@ def convert(
     if to == GGUF:
         done = folder_to_file(checkpoint, Path(dst), overwrite, report, max_shard_bytes)
         return _with_receipt(found, source, done, report)
+    refuse_packed_outside(checkpoint, dense_names(checkpoint, packed_schemes(checkpoint)))
     done = folder_to_folder(checkpoint, Path(dst), TARGETS[to], overwrite, report, max_shard_bytes or MAX_SHARD)
     return _with_receipt(found, source, done, report)
 

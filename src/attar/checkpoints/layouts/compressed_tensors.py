@@ -235,3 +235,14 @@ def quantization_config(
         "ignore": list(ignored),
         "kv_cache_scheme": None,
     }
+
+
+def with_patterns(config: Mapping[str, Any], patterns: Sequence[str], scheme: Scheme) -> dict[str, Any]:
+    """Return a `quantization_config` with one more group: modules of these patterns are stored in `scheme`.
+
+    Patterns win over the class "Linear". Raises ValueError where the format cannot store the scheme.
+    """
+    group = config_groups(dict.fromkeys(patterns, scheme))["group_0"] | {"targets": list(patterns)}
+    groups = config["config_groups"] | {f"group_{len(config['config_groups'])}": group}
+    formats = {each["format"] for each in groups.values()}
+    return {**config, "format": formats.pop() if len(formats) == 1 else MIXED, "config_groups": groups}

@@ -83,6 +83,7 @@ KEYS: Mapping[str, str] = {
     "warnings": "Sentences that the run printed as warnings.",
     "original": "Format and schemes of a source that was compressed itself.",
     "copied": "Modules beside the language model, copied as they are, with their dtypes.",
+    "vision": "Vision tower and projector: scheme, error of an image's rows, and the probe of them.",
     "drafts_for": "Hash of the model that this one makes drafts for.",
     "products": "`bfloat16` where products ran on tiles.",
 }
@@ -182,8 +183,9 @@ def carry(
     if (wrong := _verify_files(source, found, advance)) is not None:
         return f"the output gets no receipt, because the source's does not hold: {wrong.detail}"
     # The source's receipt is untrusted: unknown keys are left out, and so is nesting that indentation would make large.
-    # A plan is of the output's own layout, and is left out as well.
-    value = {key: found.value[key] for key in KEYS if key in found.value and key != "plan"}
+    # A plan is of the output's own layout, and a file has no vision tower: they are left out as well.
+    left_out = ("plan",) if output.is_dir() else ("plan", "vision")
+    value = {key: found.value[key] for key in KEYS if key in found.value and key not in left_out}
     if _deeper(value, DEEPEST):
         raise UserError("receipt_invalid", f"that of the source is nested more than {DEEPEST} deep")
     value |= {

@@ -90,7 +90,7 @@ class Checkpoint:
         self._renames = _renames(folder, config.names)
         modules = (*(each.name for each in matrices(config)), config.names.embed)  # which a tied head is stored under
         beside.drop_stale(folder, map(self.stored_name, modules))
-        self._quantized = _reader(folder)
+        self._quantized = quantized_reader(folder)
         if self._tied_by_omission():
             self.config = replace(config, tied=True)
         self.dtype = self._own_dtype() if dtype is None else dtype
@@ -344,7 +344,9 @@ def load_again(checkpoint: Checkpoint, dtype: torch.dtype, store: BackendWeights
         return assembly.build(again.config, again, None, store)
 
 
-def _reader(folder: Folder) -> Quantized | None:
+def quantized_reader(folder: Folder) -> Quantized | None:
+    """Return the reader of a folder's quantized modules; None for a dense folder. Raises CheckpointError for a format
+    that attar does not read."""
     settings = folder.config.get("quantization_config")
     if settings is None:
         return None

@@ -48,7 +48,7 @@ class FolderOutput:
     ValueError where a group size does not divide, a scheme has no place in the
     output's format, nothing would change, or a file that belongs beside the weights is a link out of the source."""
 
-    def __init__(self, checkpoint: Checkpoint, recipe: Recipe) -> None:
+    def __init__(self, checkpoint: Checkpoint, recipe: Recipe, vision: str = towers.UNCHANGED) -> None:
         folder, config = checkpoint.folder, checkpoint.config
         self.checkpoint = checkpoint
         self.carried = folder.carry_files()
@@ -80,6 +80,8 @@ class FolderOutput:
             self._modules[HEAD] = ends[0]
         used = {scheme for scheme in self.schemes.values() if scheme is not None}
         self._library = export_layouts.library_for(used)
+        self.tower = towers.quantized(checkpoint, recipe, vision)
+        towers.check_library(self.tower, recipe, self._library.METHOD)
         self._quantization = self._quantization_config(shapes)
         self._head_parts: dict[str, str] = {}  # tensor of each part of a compressed LM head
         if self.head is not None:
@@ -93,6 +95,8 @@ class FolderOutput:
         packed_bytes = weights = 0
         for tensor in folder.names():
             parts = {tensor: folder.info(tensor)}
+            if self.tower is not None:
+                parts = self.tower.parts(tensor) or parts
             if self.sizes is not None:
                 parts[tensor] = structured.declared(config, self.sizes, tensor, parts[tensor])
             name = stored.get(tensor, "")
@@ -109,12 +113,13 @@ class FolderOutput:
                 if tensor.startswith(prefix):
                     self._in_block |= dict.fromkeys(parts, layer)
         self.bits_per_weight = 8 * packed_bytes / weights
-        self.method = self._library.METHOD if used else model_card.DENSE
+        self.method = self._library.METHOD if used or self.tower is not None else model_card.DENSE
         experts = config.experts is not None
         self.notes = model_card.notes(config.names.transposed, experts, self.packed_ends, used, self.method)
         online = isinstance(checkpoint, RotatedCheckpoint) and bool(checkpoint.online)
         special = experts or self.head is not None
-        self.readers = "" if self.notes else model_card.readers(used, special, online)
+        stored_in = used if self.tower is None else {*used, *self.tower.schemes.values()}
+        self.readers = "" if self.notes else model_card.readers(stored_in, special, online)
         self.notes += model_card.wide_codes(used)
         if recipe.tune is not None:
             blocks = {name: scheme for name, scheme in self.schemes.items() if name != HEAD}
@@ -125,7 +130,7 @@ class FolderOutput:
             self.notes += (structured.account(config, recipe.structured.percent, self.sizes),)
         if isinstance(checkpoint, RotatedCheckpoint):
             self.notes += checkpoint.notes
-        self.notes += towers.note(towers.copied(checkpoint))
+        self.notes += towers.note(checkpoint, self.tower)
 
     def weighing(self, importances: Mapping[str, Tensor]) -> FolderOutput:
         return self
@@ -204,7 +209,16 @@ class FolderOutput:
         folder = self.checkpoint.folder
         done_already = self._in_block.keys() | self._head_parts.values()
         rest = [name for name in self.layout if name not in done_already]
+        of_tower = self._of_tower()
+        made: dict[str, Tensor] = {}
         for done, name in enumerate(rest, 1):
+            if name in of_tower:
+                if name not in made:  # the parts of a weight lie one after another
+                    assert self.tower is not None
+                    made = self.tower.quantized(of_tower[name])
+                writer.write(name, made.pop(name))
+                report("copying", done, len(rest))
+                continue
             part = folder.info(name)
             if part.bytes <= COPY_BYTES or len(part.shape) < 2:
                 writer.write(name, folder.read(name))
@@ -213,6 +227,13 @@ class FolderOutput:
                 starts = range(0, part.shape[0], step)
                 writer.write_rows(name, (folder.read_rows(name, at, min(at + step, part.shape[0])) for at in starts))
             report("copying", done, len(rest))
+
+    def _of_tower(self) -> dict[str, str]:
+        """Return the source's tensor of each part of a quantized weight of the tower."""
+        if self.tower is None:
+            return {}
+        weights = [f"{module}.weight" for module in self.tower.schemes]
+        return {part: weight for weight in weights for part in self.tower.parts(weight) or ()}
 
     def write_config(self, folder: Path) -> None:
         """Write config.json with the quantization config, and copy every file that stays unchanged."""
@@ -233,7 +254,7 @@ class FolderOutput:
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     def _quantization_config(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Any] | None:
-        if not any(self.schemes.values()):
+        if not any(self.schemes.values()) and self.tower is None:
             return None  # pruned only: a dense checkpoint
         modules = [(self._modules[name], scheme) for name, scheme in self.schemes.items()]
         packed = {module: scheme for module, scheme in modules if scheme is not None}
@@ -242,13 +263,16 @@ class FolderOutput:
         about = self.checkpoint.config
         others = [HEAD] * self.packed_ends + [name for i in range(about.layers) for name in gates(about, i)]
         dense += map(self.checkpoint.stored_name, others)
-        for module in OUTSIDE.get(about.architecture, ()):
+        for module in OUTSIDE.get(about.architecture, ()) if self.tower is None else ():
             dense += self._library.ignored_within(module)
+        dense += () if self.tower is None else self.tower.ignored
         if about.architecture in OUTSIDE and HEAD not in packed and HEAD not in dense:
             dense.append(HEAD)  # under the name that transformers 5 gives it
         embeddings = [self._modules[HEAD]] if self.packed_ends else []
         sizes = {self._modules[name]: shape for name, shape in shapes.items()}
         config = self._library.quantization_config(packed, dense, embeddings, sizes)
+        if self.tower is not None:
+            config = self.tower.in_config(config)
         online = self.checkpoint.online if isinstance(self.checkpoint, RotatedCheckpoint) else {}
         if online and self._library is not compressed_tensors:
             raise UserError(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from attar.compression.calibration import texts
 from attar.compression.calibration.texts import Amount, Calibration
+from attar.compression.outputs import towers
 from attar.compression.recipe.recipe import Recipe
 from attar.errors import UserError
 from attar.formats.scheme import Scheme
@@ -62,6 +63,9 @@ class CompressionRequest:
     held-out text file on whose first `eval_tokens` the cost is measured; `evaluation_images` is a folder of images with
     held-out texts, behind which it is measured as well.
 
+    The vision tower and projector of a vision-language model are stored as `vision` says: `16bit` (as they are), `w8`
+    or `w8a8`, rounded to nearest.
+
     With `requantize` the source may be compressed itself, in any format that attar reads: its decoded values are
     compressed then, and are the original in every measurement. An output file has at most `max_shard_bytes`; None:
     5 GB, and a GGUF file of any size.
@@ -80,6 +84,7 @@ class CompressionRequest:
     _: KW_ONLY
     recipe: str | Path | Recipe = "gptq-w4g128"
     head: str | None = None
+    vision: str = towers.UNCHANGED
     target: Target | None = None
     calibration: Calibration | None = None
     samples: int = 128
@@ -111,6 +116,13 @@ class CompressionRequest:
         if self.calib_images is not None and self.calibration is None:
             raise UserError(
                 "calibration_missing", "images go with a calibration text: give --calib a text file, or `self`"
+            )
+        if self.vision not in towers.SCHEMES:
+            known = ", ".join(towers.SCHEMES)
+            raise UserError("name_unknown", f"a vision tower is stored as {known}, not {self.vision!r}")
+        if self.vision != towers.UNCHANGED and self.to_file:
+            raise UserError(
+                "option_conflict", f"--vision {self.vision}: a GGUF file has no vision tower: give a folder as output"
             )
         if self.imatrix is not None and not self.to_file:
             raise UserError(

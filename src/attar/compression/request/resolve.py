@@ -176,7 +176,7 @@ def _layout(
 ) -> Output:
     """Return the layout of the output. Raises ValueError naming the linear whose shape a scheme cannot take."""
     if not request.to_file:
-        return FolderOutput(checkpoint, plan)
+        return FolderOutput(checkpoint, plan, request.vision)
     known = _weighs(request, plan, importances) or importances is not None
     return GgufOutput(checkpoint, plan, request.path.name, known).weighing(importances or {})
 

@@ -27,6 +27,7 @@ from attar.compression.calibration import domain, texts
 from attar.compression.calibration.texts import Calibration
 from attar.compression.memory import large_blocks_apart
 from attar.compression.outputs import towers
+from attar.compression.outputs.folder import FolderOutput
 from attar.compression.recipe.recipe import Recipe
 from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.request.request import CompressionRequest, Target
@@ -38,7 +39,7 @@ from attar.compression.request.resolve import (
     resolve,
 )
 from attar.compression.resume import write_note
-from attar.compression.runs import image_cost
+from attar.compression.runs import image_cost, tower_cost
 from attar.compression.runs.run import Run, begin_anew
 from attar.compression.search import best, bit_budget, candidates, compare_rtn
 from attar.compression.search.best import Choice
@@ -69,6 +70,7 @@ class Compressed:
     cost: Mapping[str, Any] | None
     notes: tuple[str, ...]  # for users who load it elsewhere
     images: Mapping[str, Any] | None = None  # figures on texts behind images
+    vision: Mapping[str, Any] | None = None  # scheme and cost of the vision tower and projector
     warnings: tuple[str, ...] = ()  # about too little calibration text
     allocated: float | None = None  # bits a weight of the linears that a target decided
     reached: float | None = None  # the KL of the output, on the text by which bits were chosen
@@ -83,6 +85,7 @@ class Compressed:
             "path": str(self.path), "recipe": self.recipe, "head": self.head, "bits_per_weight": self.bits_per_weight,
             "bytes": self.bytes, "source_bytes": self.source_bytes, "seconds": round(self.seconds, 3),
             "kl_mean": (self.cost or {}).get("kl_mean"), "evaluation": self.cost, "images": self.images,
+            "vision": {key: value for key, value in (self.vision or {}).items() if key != "probe"} or None,
             "layers": [asdict(record) for record in self.records], "notes": list(self.notes),
             "warnings": list(self.warnings), "allocated_bits": self.allocated, "allocated_kl": self.reached,
             "selection": self.selection, "tune": self.tuned, "texts": self.texts, "gain": self.gain,
@@ -203,7 +206,7 @@ def _carry_out(
             chosen = other
         if chosen is None and choice is None and not trial:
             gained = _gain(asked, run, hashes)
-        result = _finished(run, hashes, choice, chosen, reached, gained)
+        result = _finished(run, hashes, choice, chosen, reached, gained, trial)
     for search in (chosen, choice):
         if search is not None:
             search.forget()
@@ -233,7 +236,8 @@ def _gain(asked: ResolvedCompression, run: Run, hashes: Mapping[str, str]) -> Ga
         importances = run.output.importances
     plain = replace(
         request, dst=state / ("plain.gguf" if request.to_file else "plain"), recipe=rounded, imatrix=None,
-        calibration=run.given.tolist(), evaluation=None, evaluation_images=None, overwrite=True,
+        calibration=run.given.tolist(), evaluation=None, evaluation_images=None, vision=towers.UNCHANGED,
+        overwrite=True,
     )  # fmt: skip
     trial = resolve(plain, asked.source, rounded, plain.sequences, importances=importances)
 
@@ -254,6 +258,7 @@ def _finished(
     chosen: Allocated | None,
     reached: float | None,
     gained: Gain | None,
+    trial: bool,
 ) -> Compressed:
     """Write the receipt and the model card; return the output's cost and its notes."""
     output, about, cost, seen = run.output, dict(run.state.about), run.measure(), run.measure_images()
@@ -262,8 +267,15 @@ def _finished(
     if chosen is not None and reached is not None:
         warnings += chosen.warnings(reached)
         about["allocation"] = chosen.finished(reached)
-    if copied := towers.copied(run.source):
+    tower = output.tower if isinstance(output, FolderOutput) else None
+    if copied := towers.copied(run.source, tower):
         about["copied"] = copied
+    vision, doubt = None, ""
+    if isinstance(output, FolderOutput) and not trial:
+        vision, doubt = tower_cost.measure(run.made, run.source, tower)
+    warnings += (doubt,) if doubt else ()
+    about.pop("vision", None)
+    about |= {} if vision is None else {"vision": vision}
     if run.request.as_draft:
         about["drafts_for"] = receipt.combined_hash(hashes)
         if (part := sum(f.size for f in run.files) / run.source.folder.size) > DRAFT_SHARE:
@@ -290,6 +302,7 @@ def _finished(
         records=tuple(run.records),
         cost=cost,
         images=seen,
+        vision=vision,
         notes=output.notes,
         warnings=warnings,
         allocated=None if chosen is None else chosen.allocation.bits_per_weight,

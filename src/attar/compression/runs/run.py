@@ -28,6 +28,7 @@ from attar.compression.calibration import coverage, domain, image_rows, importan
 from attar.compression.calibration.domain import DomainCheck
 from attar.compression.calibration.image_rows import ImageRows
 from attar.compression.calibration.loss_weights import Guide, key
+from attar.compression.outputs import towers
 from attar.compression.outputs.base import Output
 from attar.compression.recipe import requirements
 from attar.compression.recipe.methods import SpinQuant, SqueezeLlm
@@ -152,6 +153,7 @@ class Run:
         }
         about |= {"drawn": request.drawn} if request.drawn else {}
         about |= {} if self.images is None else {"calibration_images": self.images.to_dict()}
+        about |= {} if request.vision == towers.UNCHANGED else {"vision": request.vision}
         about |= {} if request.device == "cpu" else {"device": request.device}
         about |= {"products": "bfloat16"} if self._on_tiles(recipe) else {}
         original = compressed_original(self.source)

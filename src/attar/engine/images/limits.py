@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from attar.checkpoints import vocabulary
 from attar.checkpoints.folder import Folder
-from attar.checkpoints.sources.vision import vision_config
+from attar.checkpoints.sources.vision import VisionFiles, vision_config
 from attar.errors import UserError
 from attar.formats.scheme import ITEM_BITS
 from attar.kv import schemes
 from attar.kv.schemes import KvScheme
-from attar.model.vision.assembly import tensors
+from attar.model.vision.assembly import linears, prefixes, tensors
 from attar.model.vision.config import VisionConfig
 from attar.protocol.settings import Settings
 from attar.protocol.speculation import DRAFTERS
@@ -76,9 +76,18 @@ def no_images(settings: Settings, config: VisionConfig) -> str | None:
     return against_images(config, settings.device, settings.tp * settings.pp, settings.draft, other)
 
 
-def tower_bytes(config: VisionConfig, dtype: str) -> int:
-    """Return the bytes of the weights of a tower and its projector, stored in `dtype`."""
-    return sum(math.prod(shape) for _, _, shape in tensors(config)) * ITEM_BITS[dtype] // 8
+def tower_bytes(config: VisionConfig, dtype: str, path: Path | None = None) -> int:
+    """Return the bytes of the weights of a tower and its projector: of linears that the folder `path` holds quantized
+    as they are stored, of all others in `dtype`. Headers are enough. Raises CheckpointError as loading does."""
+    total = sum(math.prod(shape) for _, _, shape in tensors(config)) * ITEM_BITS[dtype] // 8
+    if path is None:
+        return total
+    files = VisionFiles(Folder(path))
+    at = prefixes(config, files)
+    for part, name, shape in linears(config):
+        if (scheme := files.scheme_of(at[part] + name)) is not None:
+            total += scheme.bytes(shape) - math.prod(shape) * ITEM_BITS[dtype] // 8
+    return total
 
 
 def check_drafter(drafter: Drafter | None) -> None:

@@ -75,9 +75,10 @@ def _remote(name: str, remote: HubName) -> Subject:
 
 def _stored(name: str, path: Path, whole: bool = True) -> Subject:
     from attar.checkpoints.sources.opening import stored
-    from attar.engine.images.limits import tower_of
+    from attar.engine.images.limits import tower_bytes, tower_of
 
-    return Subject(name, *stored(path, whole), tower_of(path)[0])
+    (config, storage), vision = stored(path, whole), tower_of(path)[0]
+    return Subject(name, config, storage, vision, 0 if vision is None else tower_bytes(vision, storage.dtype, path))
 
 
 def _bare(name: str, path: Path) -> Subject:
@@ -97,10 +98,14 @@ def _bare(name: str, path: Path) -> Subject:
     config = read_config(value)
     candidates.check_size(config)
     dtype = config.dtype if config.dtype in ITEM_BITS and config.dtype != "float32" else "bfloat16"
-    vision = None
+    vision, tower = None, 0
     with contextlib.suppress(UserError):  # of a tower that is not read; such a model is served as a language model
         vision = read_vision(value, config.hidden)
-    return Subject(name, config, Storage(dtype=dtype), vision)
+    if vision is not None:
+        from attar.engine.images.limits import tower_bytes
+
+        tower = tower_bytes(vision, dtype)
+    return Subject(name, config, Storage(dtype=dtype), vision, tower)
 
 
 @dataclass(frozen=True, slots=True)

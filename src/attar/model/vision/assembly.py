@@ -19,19 +19,27 @@ from attar.model.vision.tower import Tower, VisionLayer
 
 LISTED = 5  # missing tensors that a message names
 STORED = ("float32", "float16", "bfloat16", "float64")
+PACKED = "packed"
+"""What `Source.shape` says in place of a dtype, of the weight of a quantized linear."""
 
 
 class Source(Protocol):
     """Tensors of a checkpoint's files by their stored names."""
 
     def has(self, name: str) -> bool:
-        """Return whether the files hold a tensor."""
+        """Return whether the files hold a tensor, or the weight of this name quantized."""
 
     def shape(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Return a tensor's dtype name and shape, without reading it."""
+        """Return a tensor's dtype name (`PACKED` for a quantized weight) and shape, without reading it."""
 
     def read(self, name: str) -> Tensor:
         """Return a tensor as it is stored."""
+
+    def packed(self, module: str) -> bool:
+        """Return whether the files hold a linear in a quantized format."""
+
+    def linear(self, module: str) -> Linear:
+        """Return such a linear, without its bias."""
 
 
 def tensors(config: VisionConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -64,6 +72,25 @@ def tensors(config: VisionConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     yield from _projector(config)
     if config.newline:
         yield "outer", "image_newline", (config.out,)
+
+
+def linears(config: VisionConfig) -> Iterator[tuple[str, str, tuple[int, int]]]:
+    """Yield every linear layer that may be quantized: its part, its name there, and its shape (out, in).
+
+    These are the linears of the layers and of the projector. The patches' convolution, the table of positions and
+    Gemma 3's projector, which is no module, are not among them.
+    """
+    table = f"{config.names.positions}.weight"
+    for part, name, shape in tensors(config):
+        if len(shape) == 2 and name.endswith(".weight") and (part, name) != ("tower", table):
+            yield part, name.removesuffix(".weight"), (shape[0], shape[1])
+
+
+def prefixes(config: VisionConfig, source: Source) -> dict[str, str]:
+    """Return the prefix of each part's names in the files."""
+    first = {part: name for part, name, _ in reversed(list(tensors(config)))}
+    own = {"tower": config.names.tower, "projector": config.names.projector, "outer": ("", "model.")}
+    return {part: _prefix(source, options, first.get(part, "")) for part, options in own.items()}
 
 
 def _projector(config: VisionConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -102,10 +129,8 @@ class _Weights:
     def __init__(self, config: VisionConfig, source: Source, dtype: torch.dtype, as_stored: bool) -> None:
         self.source, self.dtype, self.as_stored = source, dtype, as_stored
         wanted = list(tensors(config))
-        self._prefixes = {
-            part: _prefix(source, prefixes, next((name for own, name, _ in wanted if own == part), ""))
-            for part, prefixes in _prefixes(config).items()
-        }
+        self._prefixes = prefixes(config, source)
+        may_be_packed = {(part, f"{name}.weight") for part, name, _ in linears(config)}
         missing = [self.stored(part, name) for part, name, _ in wanted if not source.has(self.stored(part, name))]
         if missing:
             more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
@@ -117,8 +142,8 @@ class _Weights:
             if found != shape:
                 said = f"{self.stored(part, name)} is {list(found)}: vision_config makes it {list(shape)}"
                 raise UserError("checkpoint_mismatch", said)
-            if dtype_name not in STORED:
-                said = f"{self.stored(part, name)} is {dtype_name}: towers are read in 16 or 32 bits"
+            if dtype_name not in STORED and (dtype_name != PACKED or (part, name) not in may_be_packed):
+                said = f"{self.stored(part, name)} is {dtype_name}: linears of towers are read dense or quantized"
                 raise UserError("quantization_unsupported", said)
             self.dtypes.add(dtype_name)
 
@@ -129,11 +154,15 @@ class _Weights:
         return self.source.read(self.stored(part, name)).to(self.dtype)
 
     def linear(self, part: str, name: str, bias: bool = True) -> Linear:
-        weight = self.source.read(self.stored(part, f"{name}.weight"))
+        at, own = self.stored(part, name), self.tensor(part, f"{name}.bias") if bias else None
+        if self.source.packed(at):
+            found = self.source.linear(at)
+            found.name, found.bias = at, own
+            return found
+        weight = self.source.read(f"{at}.weight")
         if not self.as_stored or weight.dtype == torch.float64:
             weight = weight.to(self.dtype)
-        own = self.tensor(part, f"{name}.bias") if bias else None
-        return Linear(self.stored(part, name), weight.flatten(1), own)
+        return Linear(at, weight.flatten(1), own)
 
     def norm(self, config: VisionConfig, part: str, name: str, eps: float | None = None) -> Norm:
         at, weight = self.stored(part, name), self.tensor(part, f"{name}.weight")
@@ -142,16 +171,13 @@ class _Weights:
         return Norm("layer", weight, self.tensor(part, f"{name}.bias"), eps or config.norm_eps, name=at)
 
 
-def _prefixes(config: VisionConfig) -> dict[str, Sequence[str]]:
-    return {"tower": config.names.tower, "projector": config.names.projector, "outer": ("", "model.")}
-
-
-def _prefix(source: Source, prefixes: Sequence[str], probe: str) -> str:
-    return next((each for each in prefixes if source.has(each + probe)), prefixes[0])
+def _prefix(source: Source, options: Sequence[str], probe: str) -> str:
+    return next((each for each in options if source.has(each + probe)), options[0])
 
 
 def stored_dtypes(config: VisionConfig, source: Source) -> set[str]:
-    """Return the dtypes of the tower's and the projector's tensors. Raises ValueError as `build`."""
+    """Return the dtypes of the tower's and the projector's tensors, `PACKED` among them where linears are quantized.
+    Raises ValueError as `build`."""
     return _Weights(config, source, torch.float32, True).dtypes
 
 
@@ -165,8 +191,8 @@ def build(
     """Build the tower and its projector to compute in `dtype`, in `store` where one is given.
 
     Rows of images are given in `rows_dtype`, by default the same. Weights keep their stored dtype in a store, else they
-    are held in `dtype`. Raises ValueError naming tensors that are missing, of another shape than the config says, or
-    compressed, before any is read.
+    are held in `dtype`; quantized linears stay as they are. Raises ValueError naming tensors that are missing, of
+    another shape than the config says, or of numbers that are not real, before any is read.
     """
     weights, names = _Weights(config, source, dtype, store is not None), config.names
     positions = None

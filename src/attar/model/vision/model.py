@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import UserError
+from attar.formats.packed import PackedTensor
 from attar.images.geometry import unpadded_rows
 from attar.kernels.operands import Linear, Norm
 from attar.model.vision.config import VisionConfig
@@ -93,7 +94,9 @@ class VisionModel:
             yield from layer.norms()
 
     def equals(self, other: VisionModel) -> bool:
-        """Return whether another model makes the same rows: equal settings, and the same numbers as dense weights."""
+        """Return whether another model makes the same rows: equal settings, and the same numbers as weights.
+
+        Weights that a backend has laid out count as different."""
         if (self.config, self.dtype, self.rows_dtype) != (other.config, other.dtype, other.rows_dtype):
             return False
         return all(_same(a, b) for a, b in zip(self._tensors(), other._tensors(), strict=True))
@@ -200,6 +203,9 @@ def _without_gradients(work: Work) -> Work:
 def _same(a: object, b: object) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, PackedTensor) and isinstance(b, PackedTensor):
+        alike = (a.scheme, a.shape) == (b.scheme, b.shape)
+        return alike and all(torch.equal(part, b.parts[name]) for name, part in a.parts.items())
     return a is None and b is None
 
 
