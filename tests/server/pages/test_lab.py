@@ -30,7 +30,7 @@ def bearer(key: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def keyed(start: Callable[..., Running]) -> Running:
     """A server with two keys, whose engine takes its time."""
-    return start(ServerOptions(keys=Keys.of(KEYS)), step=0.05, batch=4)
+    return start(ServerOptions(port=0, keys=Keys.of(KEYS)), step=0.05, batch=4)
 
 
 def test_a_page_without_data_and_data_by_their_type(start: Callable[..., Running]) -> None:
