@@ -28,6 +28,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from pathlib import Path
 from typing import NoReturn
 
@@ -164,6 +165,7 @@ def main() -> int:
     load, 0 where the server has gone."""
     logs.begin("engine: %(message)s")
     engine.ignore_signals()
+    warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # Python 3.12 on: of forks beside threads
     with socket.socket(fileno=os.dup(sys.stdin.fileno())) as control:
         order, pipe = receive(control)
         if order is None:

@@ -142,7 +142,8 @@ class ForkServer:
 
 def _pipe() -> tuple[int, int]:
     read, write = os.pipe()
-    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    with contextlib.suppress(PermissionError):  # a system with a lower limit: 64 KB, which holds what is usual
+        fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     return read, write
 
 
