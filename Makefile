@@ -9,7 +9,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints-cpu.txt
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/version.py $(wildcard src/attar/csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint soak soak-load soak-api soak-faults soak-invariance soak-schemas soak-speculation sanitize neon test-emulated test-triton gpu-check bench-compressors bench-quality \
+.PHONY: help demo test test-slow lint soak soak-load soak-api soak-faults soak-invariance soak-schemas soak-speculation soak-fleets sanitize neon test-emulated test-triton gpu-check bench-compressors bench-quality \
   bench-hostile bench-peers bench-serving bench-real real-models test-clients test-suites test-ray docs wheel clean
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make soak-invariance   compare 4,000 batches bit for bit with single requests, with one thread and with two"
 	@echo "make soak-schemas      judge two suites of schemas whole, 20,000 random schemas, and 2,000 schedules of constraints"
 	@echo "make soak-speculation  compare 2,000 random schedules with drafts bit for bit with the same requests without"
+	@echo "make soak-fleets       run 10,000 random fleets in virtual time, and kill engines of real replicas 100 times"
 	@echo "make sanitize          stress the kernels' threads and run the kernel tests, with sanitizers"
 	@echo "make neon              build the kernels for 64-bit Arm and run them under emulation, if Debian's packages exist"
 	@echo "make test-emulated     run the kernel tests with AVX-VNNI, AVX-512 and AMX emulated, on any processor with AVX2"
@@ -132,6 +133,11 @@ soak-schemas: $(VENV)/.installed-dev
 soak-speculation: $(VENV)/.installed-dev
 	@TEST_SPECULATION_SEEDS=2000 TEST_DRAFT_REQUESTS=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q \
 	  tests/engine/test_speculation_schedules.py tests/sampling/drafters/test_leaks.py
+
+# This takes half an hour.
+soak-fleets: $(VENV)/.installed-dev
+	@TEST_FLEETS=10000 $(BIN)/python -m pytest -p no:xdist -q tests/server/replicas/test_fleets.py
+	@$(BIN)/python bench/replica_kills.py
 
 sanitize: $(VENV)/.installed-dev
 	@tools/sanitize.sh
