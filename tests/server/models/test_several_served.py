@@ -1,8 +1,12 @@
-"""`attar serve` with three models in memory for two, as a user runs it: real engines, one that is broken, and /proc."""
+"""`attar serve` with three models in memory for two, as a user runs it: real engines, one that is broken, and /proc.
+
+`TEST_SEVERAL_REQUESTS` is the number of requests of the longest test.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -18,6 +22,7 @@ import pytest
 
 from tests.server.test_supervisor import SECONDS, Served
 
+REQUESTS = int(os.environ.get("TEST_SEVERAL_REQUESTS", "300"))
 MEMORY = 850  # MB: for two engines of the embedded model and the server's process, by plan
 PROMPT = "The little dog"
 EDGE = 0.02  # seconds between two looks at the memory
@@ -137,8 +142,8 @@ def test_a_loaded_server_answers_its_monitors(served: Served) -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_random_requests_get_their_own_models_answers(served: Served) -> None:
-    run(served, 1000, 2)
+def test_random_requests_get_their_own_models_answers(served: Served) -> None:
+    run(served, REQUESTS, 2)
 
 
 def test_a_model_that_does_not_fit_alone_is_refused_with_both_numbers() -> None:
