@@ -26,7 +26,7 @@ help:
 	@echo "make soak-invariance   compare 4,000 batches bit for bit with single requests, with one thread and with two"
 	@echo "make soak-schemas      judge two suites of schemas whole, 20,000 random schemas, and 2,000 schedules of constraints"
 	@echo "make soak-speculation  compare 2,000 random schedules with drafts bit for bit with the same requests without"
-	@echo "make soak-fleets       run 10,000 random fleets in virtual time, kill real replicas 100 times, ask three models 1,000 times"
+	@echo "make soak-fleets       run 10,000 fleets in virtual time, 100 kills of real replicas, 1,000 requests to three models"
 	@echo "make sanitize          stress the kernels' threads and run the kernel tests, with sanitizers"
 	@echo "make neon              build the kernels for 64-bit Arm and run them under emulation, if Debian's packages exist"
 	@echo "make test-emulated     run the kernel tests with AVX-VNNI, AVX-512 and AMX emulated, on any processor with AVX2"
