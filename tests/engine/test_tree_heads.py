@@ -34,7 +34,7 @@ from tests.checkpoints.drafts import test_eagle as eagle_layout
 from tests.checkpoints.drafts import test_eagle1 as eagle1_layout
 from tests.checkpoints.drafts.test_medusa import oracle, served, write
 from tests.engine.conftest import CONTEXT, ROOM, TIGHT, answers, make_engine, run, run_as_they_come
-from tests.engine.test_draft_head import demo_head  # noqa: F401
+from tests.engine.drafts.test_draft_head import demo_head  # noqa: F401
 from tests.engine.test_engine import some_requests
 from tests.errors import user_error
 

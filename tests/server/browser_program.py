@@ -55,7 +55,8 @@ OTHERS = """() => {  // somebody else's, who waits with two choices
   const options = { method: "POST", headers: { "Content-Type": "application/json" }, signal: others.signal };
   fetch("v1/completions", { ...options, body: JSON.stringify({ prompt: "a", n: 3, max_tokens: 400 }) }).catch(() => 0);
 }"""
-OPTIONS = ("system", "temperature", "max_tokens", "top_p", "seed")
+BEHIND = "name => !!(document.activeElement.compareDocumentPosition($(name)) & Node.DOCUMENT_POSITION_FOLLOWING)"
+OPTIONS = ("system", "temperature", "top_p", "seed")
 STATES = ("free", "active", "cached")
 FOCUS = """() => {
   const style = getComputedStyle(document.activeElement);
@@ -111,7 +112,7 @@ class Walk:
         if name in OPTIONS and not self.page.evaluate("$('options').open"):
             self.to_options()
         if self.focus() != name:
-            self.to(name)
+            self.to(name, "Tab" if self.page.evaluate(BEHIND, name) else "Shift+Tab")
         self.press("Control+A")
         self.page.keyboard.type(value)
 
@@ -149,8 +150,8 @@ def talk(browser: Browser, url: str, size: tuple[int, int], picture: Path) -> di
     seen["folded"] = walk.to("fold")
     walk.press("Enter")
     seen["way"] = walk.to("tools")
-    walk.to("system", "Shift+Tab")
-    for name, value in (("system", "hm"), ("temperature", "0.5"), ("max_tokens", "6"), ("top_p", "0"), ("seed", "-7")):
+    walk.to("text", "Shift+Tab")
+    for name, value in (("max_tokens", "6"), ("system", "hm"), ("temperature", "0.5"), ("top_p", "0"), ("seed", "-7")):
         walk.set(name, value)
     walk.to("text", "Shift+Tab")
     page.keyboard.type("hello")
@@ -306,7 +307,7 @@ def reload(browser: Browser, url: str) -> dict[str, Any]:
     def turns() -> Any:
         return page.locator(".user, .assistant, .note").all_text_contents()
 
-    for name, value in (("system", "hm"), ("temperature", "0.5"), ("max_tokens", "4")):
+    for name, value in (("max_tokens", "4"), ("system", "hm"), ("temperature", "0.5")):
         walk.set(name, value)
     walk.to("text", "Shift+Tab")
     walk.say("first")

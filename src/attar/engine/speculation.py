@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import median
 
 from attar.checkpoints.drafts.files import kind_of
-from attar.engine.draft_head import load_head
-from attar.engine.draft_model import load_drafter
+from attar.engine.drafts.draft_head import load_head
+from attar.engine.drafts.draft_model import load_drafter
 from attar.engine.loader import LoadedModel
 from attar.engine.requests.outputs import Choice, Request
 from attar.errors import UserError

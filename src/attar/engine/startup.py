@@ -31,8 +31,8 @@ from attar.engine.blocks import opening
 from attar.engine.blocks.moves import PeerBlocks, SavedBlocks
 from attar.engine.bottleneck import Bottlenecks, KernelMeter, StreamMeter
 from attar.engine.config import EngineConfig
-from attar.engine.draft_head import memory_bytes as head_bytes
-from attar.engine.draft_model import memory_bytes
+from attar.engine.drafts.draft_head import memory_bytes as head_bytes
+from attar.engine.drafts.draft_model import memory_bytes
 from attar.engine.engine import Engine
 from attar.engine.identity import bits_of
 from attar.engine.images.limits import NO_TENSORS, no_images, tower_bytes, tower_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attar.engine import startup
-from attar.engine.draft_model import check_same_tokens, memory_bytes
+from attar.engine.drafts.draft_model import check_same_tokens, memory_bytes
 from attar.engine.llm.llm import LLM
 from attar.kernels import dispatch
 from attar.model.config import Rope
