@@ -45,8 +45,8 @@ from attar.plan.gpus import GPUS
 from attar.plan.rates.step_time import StepModel, of_gpu
 from attar.protocol import block_digests
 from attar.routing.costs import Costs
-from attar.routing.router import Asked, Router
-from tests.routing.simulation import BLOCK, KEY, Cache, ConsistentHash, LeastLoaded, Policy, RoundRobin
+from attar.routing.router import Asked
+from tests.routing.simulation import BLOCK, KEY, ByCost, Cache, ConsistentHash, LeastLoaded, Policy, RoundRobin
 
 SCALE = 16  # of Mooncake's lengths: its blocks of 512 tokens have 32
 FIRST = 2000  # requests of its trace
@@ -97,30 +97,6 @@ class Outcome:
     busy: list[float] = field(default_factory=list)
     end: float = 0.0
     choosing: float = 0.0  # seconds of this machine
-
-
-class ByCost(Policy):
-    """attar's router, with the costs of the model."""
-
-    def __init__(self, engines: int, blocks: int, costs: Costs) -> None:
-        self.router = Router(engines, BLOCK, costs)
-        for engine in range(engines):
-            self.router.begin(engine, blocks, 10**6)
-
-    def choose(self, id: str, asked: Asked, now: float) -> int:
-        found = self.router.route(id, asked, range(self.router.engines), now)
-        assert found is not None
-        return found.engine
-
-    def begun(self, id: str) -> None:
-        self.router.begun(id)
-
-    def ended(self, id: str) -> None:
-        self.router.ended(id)
-
-    def told(self, engine: int, stored: list[int], evicted: list[int]) -> None:
-        self.router.prefixes.evicted(engine, evicted)
-        self.router.prefixes.stored(engine, stored)
 
 
 class Approximate(Policy):

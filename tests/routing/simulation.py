@@ -126,8 +126,8 @@ class ConsistentHash(Policy):
 
 
 class ByCost(Policy):
-    def __init__(self, engines: int, blocks: int) -> None:
-        self.router = Router(engines, BLOCK, Costs(PREFILL, STEP))
+    def __init__(self, engines: int, blocks: int, costs: Costs | None = None) -> None:
+        self.router = Router(engines, BLOCK, costs or Costs(PREFILL, STEP))
         for engine in range(engines):
             self.router.begin(engine, blocks, 10**6)
 

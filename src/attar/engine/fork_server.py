@@ -117,7 +117,7 @@ class ForkServer:
             with contextlib.suppress(OSError):  # the name that `top` shows
                 Path("/proc/self/comm").write_text("attar-engine")
             status = engine.run(self._shared)
-        except BaseException:
+        except BaseException:  # whatever it is: this process must not go on as a second fork server
             logs.say(traceback.format_exc())
         finally:
             logging.shutdown()

@@ -4,9 +4,10 @@ Each request goes to the engine that the router chooses (`routing/`). When an en
 a restart, each of its requests is continued by another engine with the same tokens (`relay.py`). Its reader notices a
 pause. While no engine can take a request it waits here, until its deadline at most.
 
-*Deaths are attributed.* A request may be continued `MAX_REPLAYS` times. So a request that ends every engine ends
-`MAX_REPLAYS` + 1 of them and then itself. Requests whose engine has died are kept apart where there are engines enough:
-the next death then tells which one it was, and its companions have used up one replay only.
+*Deaths are attributed.* A request may be continued `MAX_REPLAYS` times, not counting drains, which somebody asks for
+and no request causes. So a request that ends every engine ends `MAX_REPLAYS` + 1 of them and then itself. Requests
+whose engine has died are kept apart where there are engines enough: the next death then tells which one it was, and its
+companions have used up one replay only.
 
 *The same bits.* An answer that has begun is continued only by an engine whose bits are the same (`Ready.bits`). Where
 an engine's bits depend on what else runs, its requests end with it, as those of a single engine do.
@@ -159,7 +160,7 @@ class ReplicaGroup:
             await asyncio.sleep(0.02)
         relays = [relay for relay in self.open.values() if relay.engine == number]
         logger.info("replica %d is drained; requests to continue elsewhere: %d", number, len(relays))
-        self._take_away(replica, relays)
+        self._take_away(replica, relays, True)
 
     def give_up(self, number: int) -> bool:
         """Note that an engine's process will not be started again; return whether any other is left."""
@@ -275,7 +276,8 @@ class ReplicaGroup:
         if failed.code != "full":
             if number is not None:
                 relay.left.add(number)
-            self._continue([relay])
+            drained = number is not None and (self.replicas[number].draining or self.replicas[number].client.draining)
+            self._continue([relay], drained)
             return
         if number is not None:
             relay.declined.add(number)
@@ -333,7 +335,7 @@ class ReplicaGroup:
             replica.deaths += 1
             for relay in relays:
                 relay.deaths.append(replica.number)
-        self._continue(relays)
+        self._continue(relays, replica.draining or replica.client.draining)
 
     def _stopped(self, replica: Replica) -> None:
         """Take the requests of an engine that does not run to others. It may be continued, so it is not ended, and a
@@ -342,30 +344,32 @@ class ReplicaGroup:
             relays = [each for each in self.open.values() if each.engine == replica.number]
             self._take_away(replica, [each for each in relays if self._may_go_on(each)])
 
-    def _take_away(self, replica: Replica, relays: Sequence[Relay]) -> None:
+    def _take_away(self, replica: Replica, relays: Sequence[Relay], drained: bool = False) -> None:
         if relays:
             replica.client.abandon([relay.command.id for relay in relays])
             for relay in relays:
                 relay.left.add(replica.number)
-            self._continue(relays)
+            self._continue(relays, drained)
 
-    def _may_go_on(self, relay: Relay) -> bool:
-        return relay.replays < MAX_REPLAYS and (bool(relay.bits) or not relay.begun)
+    def _may_go_on(self, relay: Relay, drained: bool = False) -> bool:
+        return (drained or relay.counted < MAX_REPLAYS) and (bool(relay.bits) or not relay.begun)
 
-    def _continue(self, relays: Sequence[Relay]) -> None:
-        """Let other engines continue requests, or end those that none may continue."""
+    def _continue(self, relays: Sequence[Relay], drained: bool = False) -> None:
+        """Let other engines continue requests, or end those that none may continue. That their engine was `drained`
+        does not count against them."""
         for relay in relays:
             self._leave(relay)
         for relay in relays:
             if self.open.get(relay.command.id) is not relay:
                 continue  # an end before has ended its stream
-            if not self._may_go_on(relay):
-                outcome = "exhausted" if relay.replays >= MAX_REPLAYS else "inexact"
+            if not self._may_go_on(relay, drained):
+                outcome = "exhausted" if not drained and relay.counted >= MAX_REPLAYS else "inexact"
                 logger.error("%s ends: %s, engines that died with it: %s", relay.command.id, outcome, relay.deaths)
                 self.replays[outcome] += 1
                 relay.stream.cancel("shutdown")
             else:
                 relay.replays += 1
+                relay.counted += not drained
                 relay.stream.replays += 1
                 self.replays["continued"] += 1
                 relay.declined.clear()

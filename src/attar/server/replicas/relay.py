@@ -42,6 +42,8 @@ class Relay:
         self.deaths: list[int] = []
         """Engines that have died with it."""
         self.replays = 0
+        self.counted = 0
+        """Replays but those behind a drain."""
         self.bits = ""
         """What the bits of the engine that began it depend on (`Ready.bits`)."""
         self.digests: Sequence[int] | None = None  # of its prompt's blocks, once they are made
