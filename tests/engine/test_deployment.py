@@ -13,7 +13,7 @@ from attar.checkpoints.folder import Folder
 from attar.checkpoints.sources.opening import stored
 from attar.compression.request.request import CompressionRequest
 from attar.compression.runs.pipeline import compress_request
-from attar.engine import deployment, startup
+from attar.engine import deployment, fitting
 from attar.evaluation.planning import questions
 from attar.kv.sparse import SparseAttention
 from attar.plan import costs, gpus, report
@@ -136,8 +136,8 @@ def test_a_plan_counts_the_vision_tower_as_a_start_does(given: dict[str, Any], s
     assert ("projector and features of images" in report.to_text(found)) == sees
     if sees and not given:
         config, storage = stored(tiny.folder("smolvlm"))
-        held = startup.deployment(settings, config, storage)
-        started = startup.fit(settings, held, settings.limits(), 1, 0, images)
+        held = fitting.deployment(settings, config, storage)
+        started = fitting.fit(settings, held, settings.limits(), 1, 0, images)
         same = next(row.fit for row in found.rows if row.kv.name == held.kv.name)
         assert (same.memory, same.blocks, same.context) == (started.memory, started.blocks, started.context)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from attar.engine.fitting import on_gpu
 from attar.engine.memory_profile import MemoryProfile, ProfileRun, measure
-from attar.engine.startup import on_gpu
 from attar.kernels.operands import Adapter
 from attar.model.decoder import Decoder
 from attar.plan.costs import BLOCK

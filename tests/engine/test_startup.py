@@ -17,8 +17,9 @@ from attar import machine
 from attar.checkpoints.sources import opening
 from attar.cli.main import app
 from attar.engine import startup
+from attar.engine.fitting import cost_of, deployment, evictions, fit, kv_scheme
 from attar.engine.loader import without_kernels
-from attar.engine.startup import cost_of, deployment, evictions, fit, kv_scheme, start_engine
+from attar.engine.startup import start_engine
 from attar.formats.scheme import Scheme
 from attar.kernels import dispatch
 from attar.model.shapes import shape

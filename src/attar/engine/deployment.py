@@ -1,6 +1,6 @@
 """Deployment plans: memory and speed of an engine with given settings and hardware, before anything is loaded.
 
-The arithmetic is that of a start (`startup.py`), so a plan and a start of the same settings print the same table. Only
+The arithmetic is that of a start (`fitting.py`), so a plan and a start of the same settings print the same table. Only
 what measures or reads a checkpoint imports torch: a plan of a published shape on a GPU's data sheet needs none.
 """
 
@@ -170,7 +170,7 @@ def share(models: Sequence[Settings], memory: int) -> Sharing:
     """Divide memory among models that one server loads and unloads, on CPUs, from their headers. Raises ValueError for
     a model that cannot be read, and for one that does not fit alone."""
     from attar.checkpoints.sources.opening import stored
-    from attar.engine.startup import deployment
+    from attar.engine.fitting import deployment
     from attar.plan import sharing
 
     first, limits = models[0], models[0].limits()

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attar.engine.fitting import on_gpu
 from attar.engine.memory_profile import MemoryProfile
-from attar.engine.startup import on_gpu
 from attar.integrations.triton_server import config as triton_config
 from attar.integrations.triton_server import pbtxt
 from attar.integrations.triton_server.config import Imported, read
