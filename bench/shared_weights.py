@@ -26,7 +26,7 @@ from attar.checkpoints.sources import hub
 from attar.protocol.messages import Event, Finished, Submit, encode
 from attar.protocol.request import SamplingParams
 from attar.protocol.settings import Settings
-from attar.server.replicas.forked import ForkServer
+from attar.server.replicas.forked import ForkServerProcess
 
 ALONE = (sys.executable, "-m", "attar.engine.main")
 FORKS = (sys.executable, "-m", "attar.engine.fork_server")
@@ -83,7 +83,7 @@ def alone(settings: Settings) -> tuple[int, float]:
 def forked(settings: Settings, count: int) -> tuple[list[int], list[float]]:
     """Bytes of all processes with 1, 2, ... engines, and the seconds that each engine took."""
     cores = sorted(os.sched_getaffinity(0))
-    server, engines = ForkServer(FORKS, settings, cores), []
+    server, engines = ForkServerProcess(FORKS, settings, cores), []
     sizes, seconds = list[int](), list[float]()
     for number in range(count):
         engine = server.start(cores)

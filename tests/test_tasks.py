@@ -9,6 +9,7 @@ import pytest
 from manual import tasks
 
 PAGES = tasks.pages()
+TOOLS = pytest.mark.skipif(bool(tasks.lacking()), reason=f"no {', '.join(tasks.lacking())} on this machine")
 
 
 def test_every_promised_task_has_its_page() -> None:
@@ -16,9 +17,8 @@ def test_every_promised_task_has_its_page() -> None:
     assert tasks.LIMIT == 600  # ten minutes
 
 
+@TOOLS
 def test_a_script_stops_at_the_first_failure(tmp_path: Path) -> None:
-    if missing := tasks.lacking():
-        pytest.skip(f"no {', '.join(missing)} on this machine")
     page = tmp_path / "page.md"
     page.write_text("# A page\n\n```bash\nls $HOME\nls\ngrep no text\n```\n\nText.\n\n```bash\ncat never\n```\n")
     status, said, _ = tasks.run(page, tmp_path)
@@ -26,9 +26,8 @@ def test_a_script_stops_at_the_first_failure(tmp_path: Path) -> None:
     assert said.strip() == "grep: text: No such file or directory"
 
 
+@TOOLS
 def test_a_script_has_no_other_programs(tmp_path: Path) -> None:
-    if missing := tasks.lacking():
-        pytest.skip(f"no {', '.join(missing)} on this machine")
     page = tmp_path / "page.md"
     page.write_text("```console\n$ cat never\n```\n\n```bash\npython3 -c 1\n```\n")
     status, said, _ = tasks.run(page, tmp_path)
@@ -36,20 +35,18 @@ def test_a_script_has_no_other_programs(tmp_path: Path) -> None:
     assert "python3" in said
 
 
+@TOOLS
 def test_a_script_ends_at_the_limit_with_what_it_started(tmp_path: Path) -> None:
-    if missing := tasks.lacking():
-        pytest.skip(f"no {', '.join(missing)} on this machine")
     page = tmp_path / "page.md"
     page.write_text("# A page\n\n```bash\nsleep 1000 &\nwait\n```\n")
     with pytest.raises(subprocess.TimeoutExpired):
         tasks.run(page, tmp_path, limit=0.2)
 
 
+@TOOLS
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_task(page: Path, tmp_path: Path) -> None:
-    if missing := tasks.lacking():
-        pytest.skip(f"no {', '.join(missing)} on this machine")
     status, said, seconds = tasks.run(page, tmp_path)
     print(f"{page.stem}: {seconds:.1f} s")
     assert status == 0, said

@@ -18,7 +18,7 @@ from attar import LLM
 from attar.protocol.messages import Delta, Finished, Submit
 from attar.protocol.request import SamplingParams
 from attar.protocol.settings import HOPELESS, Settings
-from attar.server.replicas.forked import ForkedEngine, ForkServer
+from attar.server.replicas.forked import ForkedEngine, ForkServerProcess
 from tests.engine.test_main import Client
 
 if sys.platform != "linux":
@@ -38,7 +38,7 @@ class Forked:
     def __init__(self, model: Path, folder: Path) -> None:
         self.settings = Settings(str(model), "", memory=4 << 30, sharers=2, threads=1, verify=False)
         self.folder = folder
-        self.server = ForkServer(COMMAND, self.settings, CORES)
+        self.server = ForkServerProcess(COMMAND, self.settings, CORES)
 
     def start(self, name: str, cores: list[int] = CORES) -> ForkedEngine:
         """Start an engine, whose socket has this name."""
@@ -164,7 +164,7 @@ def test_one_that_waits_for_the_model_is_killed_at_once(forked: Forked) -> None:
 
 
 def test_a_model_that_cannot_be_loaded_ends_all_with_the_status_that_says_so(tmp_path: Path) -> None:
-    server = ForkServer(COMMAND, Settings(str(tmp_path), "", sharers=2), CORES)
+    server = ForkServerProcess(COMMAND, Settings(str(tmp_path), "", sharers=2), CORES)
     engines = [server.start(CORES) for _ in range(2)]
     assert [each.wait(SECONDS) for each in engines] == [HOPELESS] * 2
     server.end()

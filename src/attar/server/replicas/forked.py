@@ -22,7 +22,7 @@ PIPE_BYTES = 1 << 20  # settings lie in a pipe until the model is loaded, so it 
 class ForkedEngine:
     """One forked engine, in place of a `subprocess.Popen`: `stdin`, `wait` and `kill`."""
 
-    def __init__(self, server: ForkServer, number: int, stdin: IO[bytes]) -> None:
+    def __init__(self, server: ForkServerProcess, number: int, stdin: IO[bytes]) -> None:
         self.stdin: IO[bytes] | None = stdin
         self._server, self._number = server, number
         self._status: int | None = None
@@ -45,7 +45,7 @@ class ForkedEngine:
         self._over.set()
 
 
-class ForkServer:
+class ForkServerProcess:
     """Starts a process by `command` that loads the model of `settings` on `cores`, and forks engines from it. Where it
     was lost, with all of its engines, the next start begins another."""
 
@@ -109,9 +109,11 @@ class ForkServer:
             read, write = _pipe()
             with os.fdopen(write, "wb") as line:
                 line.write(self._settings.line())
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died at once: the reader sees that
-                socket.send_fds(control, [encode(Load())], [read])
-            os.close(read)
+            try:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died: the reader sees that
+                    socket.send_fds(control, [encode(Load())], [read])
+            finally:
+                os.close(read)
         except OSError:
             control.close()
             raise

@@ -25,7 +25,7 @@ from attar.server.engine_client.heartbeat import STUCK
 from attar.server.http import sockets
 from attar.server.options import ServerOptions
 from attar.server.replicas import cores
-from attar.server.replicas.forked import ForkServer
+from attar.server.replicas.forked import ForkServerProcess
 from attar.server.replicas.group import ReplicaGroup
 from attar.server.supervisor import EngineProcess, private_socket
 from attar.text.tokenizer import Tokenizer
@@ -88,16 +88,18 @@ async def _gone_and_back(client: EngineClient, given_up: Callable[[], bool]) -> 
     return True
 
 
-def fork_servers(shares: Sequence[tuple[Settings, tuple[int, ...]]], command: Sequence[str]) -> list[ForkServer | None]:
+def fork_servers(
+    shares: Sequence[tuple[Settings, tuple[int, ...]]], command: Sequence[str]
+) -> list[ForkServerProcess | None]:
     """Return who forks each engine: one process for those of a memory node, None for an engine that is alone there."""
     nodes: dict[int, list[int]] = {}
     for number, (settings, own) in enumerate(shares):
         if settings.sharers > 1:
             nodes.setdefault(cores.node(own[0]), []).append(number)
-    found: list[ForkServer | None] = [None] * len(shares)
+    found: list[ForkServerProcess | None] = [None] * len(shares)
     for numbers in nodes.values():
         together = sorted({cpu for number in numbers for cpu in shares[number][1]})
-        server = ForkServer(command, shares[numbers[0]][0], together)
+        server = ForkServerProcess(command, shares[numbers[0]][0], together)
         for number in numbers:
             found[number] = server
     return found
