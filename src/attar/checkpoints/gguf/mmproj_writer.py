@@ -84,8 +84,8 @@ def plan(
     Raises UserError (`gguf_inexpressible`) for a tower that an mmproj file cannot describe, for quantized ones, and
     where the model's vocabulary has other image tokens.
     """
-    if config.newline:
-        raise _inexpressible("LLaVA-NeXT's tiles are not written")
+    if config.newline or config.connector not in KINDS:
+        raise _inexpressible("llama.cpp has no such projector, or attar does not write it")
     dtypes = assembly.stored_dtypes(config, source)
     if assembly.PACKED in dtypes:
         raise _inexpressible("its linears are quantized, and attar writes dense towers: keep it in a folder")
