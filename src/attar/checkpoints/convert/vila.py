@@ -205,7 +205,8 @@ class VilaFolder(Folder):
                 raise self._refused(f"{key} = {outer[key]!r:.40}", ["false"])
         if outer.get("vision_resolution") not in (None, -1, tower.get("image_size")):
             raise self._refused(f"vision_resolution = {outer['vision_resolution']!r:.40}", ["-1"])
-        more: dict[str, Any] = {key: text[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if key in text}
+        outside = ("dtype", "torch_dtype", "tie_word_embeddings")
+        more: dict[str, Any] = {key: text[key] for key in outside if key in text}
         if kind == "llava_downsample":
             more["downsample_factor"] = 2
         return {
