@@ -13,7 +13,8 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints-cpu.txt src/attar/vers
   bench-hostile bench-peers bench-serving bench-real real-models test-clients test-suites test-ray docs wheel clean
 
 help:
-	@echo "make demo              compress the embedded model, print the cost table, generate text before and after"
+	@echo "make demo              compress the embedded model, print the cost table, generate text before and after;"
+	@echo "                       ask a toy that sees about 100 pictures, before and after"
 	@echo "make test              run lint and the tests, but those of test-slow"
 	@echo "make test-slow         run the tests that take long, and those that read real models (ATTAR_REAL_MODELS)"
 	@echo "make test-suites       run other servers' tests against attar (SUITE=llama.cpp or vllm)"
@@ -45,8 +46,9 @@ help:
 	@echo "make wheel             build an sdist, a wheel and an abi3 wheel into dist/, and try them (STABLE=PYTHON; .venv-wheel)"
 	@echo "make clean             remove all .venv folders, built peers, build folders and caches"
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.installed-dev
 	@$(BIN)/attar demo
+	@PYTHONPATH=tools $(BIN)/python -m toy_vision.measure build/toy-vision --pictures 100
 
 # The tests come last, so that their last line ends the output. Each worker has one thread, because two workers share the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q

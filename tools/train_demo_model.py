@@ -129,9 +129,11 @@ class Muon(torch.optim.Optimizer):
     """Momentum whose update is replaced by its nearest semi-orthogonal matrix."""
 
     def __init__(
-        self, params: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.01
-    ) -> None:
+        self, params: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.01,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self.dtype = dtype  # of the orthogonalisation
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -139,14 +141,14 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 buffer.lerp_(p.grad, 1 - group["momentum"])
-                update = orthogonalise(p.grad.lerp(buffer, group["momentum"]))
+                update = orthogonalise(p.grad.lerp(buffer, group["momentum"]), self.dtype)
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(update, alpha=-group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5)
 
 
-def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
+def orthogonalise(g: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
     a, b, c = 3.4445, -4.7750, 2.0315  # Jordan's quintic: fast, and only roughly one at the fixed points
-    x = g.bfloat16()
+    x = g.to(dtype)
     wide = x.shape[0] <= x.shape[1]
     x = x if wide else x.T
     x = x / (x.norm() + 1e-7)
