@@ -124,8 +124,8 @@ def imatrix(config: ImatrixConfig) -> None:
       attar imatrix demo demo.dat --samples 64
     """
     with errors(config.as_json), progress(config.quiet) as bar:
+        from attar.compression.calibration.amount import Amount
         from attar.compression.calibration.importance import make
-        from attar.compression.calibration.texts import Amount
 
         made = make(
             config.model, config.output, calibration=config.calib,
