@@ -43,11 +43,8 @@ def inspect(model: options.Model, as_json: options.Json = False) -> None:
     """
     with errors(as_json):
         from attar.checkpoints.inspect import inspect as run
-        from attar.checkpoints.receipts.receipt import missing
 
         found = run(model)
-        if not found.receipt:
-            tell(missing(found.path))
         print(found.table())
         emit(as_json, found.to_dict())
 
