@@ -26,6 +26,10 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._masks)
 
+    def held(self, engine: int) -> int:
+        """Return how many blocks an engine has told of."""
+        return self._sizes[engine]
+
     def resize(self, engine: int, blocks: int) -> None:
         """Note the number of blocks that an engine's cache has."""
         self._most[engine] = blocks
