@@ -32,8 +32,8 @@ from tests.images.test_decoding import file, picture
 
 LOSS = 1e-4  # nats of a continuation, against transformers in float32
 FIRST, SECOND = picture(100, 37), picture(31, 65, 1)
-ITEMS = 100
-COMPARED = 20  # of the items whose answers transformers writes as well
+ITEMS = [12, pytest.param(100, marks=pytest.mark.slow)]
+COMPARED = 10  # of the items whose answers transformers writes as well
 QUESTIONS = ["what is this?", "a cat?", "row 3 crops", "help you see"]
 CHOICES = ["a cat.", "help", " see better"]
 
@@ -144,15 +144,16 @@ def test_items_without_images_are_answered_beside_them(llava: Given) -> None:
     assert llava.model.loglikelihood(scores) == [llava.model.loglikelihood([each])[0] for each in scores]
 
 
-def test_a_task_of_ones_own_with_images(llava: Given) -> None:
-    """100 items in the format of the harness: the share of right choices is the one by transformers' scores."""
+@pytest.mark.parametrize("count", ITEMS)
+def test_a_task_of_ones_own_with_images(llava: Given, count: int) -> None:
+    """Items in the format of the harness: the share of right choices is the one by transformers' scores."""
     from lm_eval import evaluator
     from lm_eval.api.task import ConfigurableTask
 
-    shown = [picture(24 + 7 * (i % 9), 20 + 5 * (i % 7), i) for i in range(ITEMS)]
+    shown = [picture(24 + 7 * (i % 9), 20 + 5 * (i % 7), i) for i in range(count)]
     rows = {
-        "image": [{"bytes": file(each), "path": None} for each in shown], "label": [i % 3 for i in range(ITEMS)],
-        "question": [QUESTIONS[i % 4] for i in range(ITEMS)],
+        "image": [{"bytes": file(each), "path": None} for each in shown], "label": [i % 3 for i in range(count)],
+        "question": [QUESTIONS[i % 4] for i in range(count)],
     }  # fmt: skip
     items = {"test": datasets.Dataset.from_dict(rows)}
     task = ConfigurableTask(config={
@@ -168,8 +169,8 @@ def test_a_task_of_ones_own_with_images(llava: Given) -> None:
     for i, image in enumerate(shown):
         scores = [_likelihood(llava, "<image>" + QUESTIONS[i % 4], choice, [image])[0] for choice in CHOICES]
         right.append(scores.index(max(scores)) == i % 3)
-    assert 0 < sum(right) < ITEMS
-    assert found["results"]["shapes"]["acc,none"] == pytest.approx(sum(right) / ITEMS)
+    assert 0 < sum(right) < count
+    assert found["results"]["shapes"]["acc,none"] == pytest.approx(sum(right) / count)
 
 
 def _url(image: Any) -> str:
@@ -180,14 +181,14 @@ def _given(items: Any, **_: Any) -> Any:
     return items
 
 
-def _charts(llava: Given, path: Path, as_json: bool) -> tuple[Path, list[float]]:
-    """Write 100 items in ChartQA's form; return their path, and for the first whether transformers' answer holds the
+def _charts(llava: Given, path: Path, as_json: bool, count: int) -> tuple[Path, list[float]]:
+    """Write items in ChartQA's form; return their path, and for the first whether transformers' answer holds the
     number that is right."""
     from lm_eval.tasks.chartqa.utils import anywhere_accuracy
 
     long = evaluate_context(llava)
     rows, wanted = list[dict[str, Any]](), list[float]()
-    for i in range(ITEMS):
+    for i in range(count):
         image, query = picture(20 + i % 13, 30 + i % 5, i), QUESTIONS[i % 4]
         label = str(i % 10)
         if i < COMPARED:
@@ -222,13 +223,14 @@ def evaluate_context(llava: Given) -> int:
     return max(len(_ids(llava, chart_text(each), [FIRST])) for each in QUESTIONS) + 5
 
 
+@pytest.mark.parametrize("count", ITEMS)
 @pytest.mark.parametrize("as_json", [False, True])
 def test_chartqa_of_ones_own_items(
-    llava: Given, tmp_path: Path, as_json: bool, monkeypatch: pytest.MonkeyPatch
+    llava: Given, tmp_path: Path, as_json: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from PIL import Image
 
-    path, wanted = _charts(llava, tmp_path, as_json)
+    path, wanted = _charts(llava, tmp_path, as_json, count)
 
     def opened(*_: Any, **__: Any) -> None:
         raise AssertionError("an image of an item was decoded in the process of the model")
@@ -237,7 +239,7 @@ def test_chartqa_of_ones_own_items(
     found = evaluate_tasks(
         llava.folder, [TaskSource.parse(f"chartqa={path}")], context=evaluate_context(llava), dtype="float32"
     ).answers["chartqa"]
-    assert found.items == ITEMS
+    assert found.items == count
     assert list(found.values["anywhere_accuracy"][:COMPARED]) == wanted
     assert found.figures["exact_match"].value == 0
 
