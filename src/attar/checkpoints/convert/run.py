@@ -41,6 +41,7 @@ from attar.checkpoints.convert.source import (
 from attar.checkpoints.convert.targets import TARGETS, Target, bits_per_weight, packed_as
 from attar.checkpoints.convert.to_dense import DENSE, to_dense
 from attar.checkpoints.convert.to_gguf import folder_to_file
+from attar.checkpoints.convert.towers import left_out
 from attar.checkpoints.convert.vila import is_vila_folder
 from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
@@ -104,7 +105,8 @@ def convert(
         )
     report = progress or (lambda stage, done, total: None)
     if to == DENSE:
-        return to_dense(source, Path(dst), dtype, overwrite, report, max_shard_bytes or MAX_SHARD)
+        done = to_dense(source, Path(dst), dtype, overwrite, report, max_shard_bytes or MAX_SHARD)
+        return replace(done, notes=done.notes + left_out(source))
     found = receipt.read_receipt(source)
     if vocabulary.is_gguf(source):
         if to == GGUF:
@@ -112,6 +114,7 @@ def convert(
         file = GgufCheckpoint.open(source, torch.float32)
         most = max_shard_bytes or MAX_SHARD
         done = file_to_folder(file, Path(dst), TARGETS[to], overwrite, report, most)
+        done = replace(done, notes=done.notes + left_out(source))
         return _with_receipt(found, source, done, report)
     checkpoint = Checkpoint.open(source, as_stored=True)
     if (checkpoint.folder.config.get("quantization_config") or {}).get("transform_config"):

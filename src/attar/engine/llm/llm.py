@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attar.checkpoints import vocabulary
+from attar.checkpoints import image_settings
 from attar.checkpoints.adapters import lora
 from attar.checkpoints.generation_config import sampling as recommended
 from attar.checkpoints.sources import hub
@@ -29,7 +29,6 @@ from attar.engine.loader import Parallel, load_model
 from attar.engine.speculation import drafter
 from attar.errors import UserError
 from attar.execution import kv_cache
-from attar.images.settings import read_settings
 from attar.kernels import dispatch
 from attar.kv.eviction import parse_all
 from attar.kv.schemes import scheme
@@ -337,7 +336,7 @@ class LLM:
 
     @cached_property
     def _image_prompts(self) -> ImagePrompts | None:
-        settings = None if vocabulary.is_gguf(self.model.path) else read_settings(self.model.path)
+        settings = image_settings.read(self.model.path)
         return None if settings is None else ImagePrompts(settings, self.tokenizer)
 
     def _decoded(self, given: Sequence[Any]) -> tuple[ImageInput, ...]:
