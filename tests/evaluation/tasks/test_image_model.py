@@ -21,7 +21,7 @@ from attar.checkpoints.sources.vision import image_settings, vision_of
 from attar.evaluation.tasks import local_items
 from attar.evaluation.tasks.catalogue import TaskSource
 from attar.evaluation.tasks.image_model import ImageHarnessModel
-from attar.evaluation.tasks.run import evaluate_tasks
+from attar.evaluation.tasks.run import evaluate_tasks, task_manager
 from attar.images.decoding import ImageSource, decode
 from attar.metrics.images import Seeing
 from tests.engine.images import models
@@ -163,7 +163,8 @@ def test_a_task_of_ones_own_with_images(llava: Given, count: int) -> None:
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
         "metadata": {"version": 1},
     })  # fmt: skip
-    found = evaluator.simple_evaluate(llava.model, tasks=[task], bootstrap_iters=0)
+    manager = task_manager()
+    found = evaluator.simple_evaluate(llava.model, tasks=[task], bootstrap_iters=0, task_manager=manager)
     assert found is not None
     right = []
     for i, image in enumerate(shown):

@@ -289,6 +289,7 @@ def _ask(model: HarnessModel, asked: Sequence[Task], limit: int | None) -> dict[
     found = evaluator.simple_evaluate(
         model, tasks=list(asked), limit=limit, bootstrap_iters=0, random_seed=SEED, numpy_random_seed=SEED,
         torch_random_seed=SEED, fewshot_random_seed=SEED,
+        task_manager=task_manager(),  # else the harness reads all of its own, for many seconds
     )  # fmt: skip
     assert found is not None, "the harness returns nothing to processes other than the first"
     pooled: dict[str, list[Task]] = {}
