@@ -212,7 +212,9 @@ def patched(decoder: Decoder, method: Nothing) -> Iterator[Callable[[Linear, Ten
         query_positions: Sequence[Tensor],
         key_positions: Sequence[Tensor],
         form: AttentionForm,
+        spans: Tensor | None = None,
     ) -> Tensor:
+        assert spans is None, "no image is measured"
         k, v = (x[0].transpose(0, 1).repeat_interleave(form.heads // form.kv_heads, 0) for x in (keys, values))
         scores = q.transpose(0, 1) @ k.mT * form.scale
         scores.masked_fill_(query_positions[0][:, None] < key_positions[0], -torch.inf)

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from attar.kernels import ops, ref_attention
 from attar.kernels.operands import AttentionForm
+from attar.kernels.ref_spans import spans_of
 from attar.kv import eight_bits
 from attar.kv.pages import AttentionMetadata, PagedKV
 from attar.kv.schemes import scheme
 from tests.errors import user_error
 
 FLOAT32 = 2e-6  # of values around 1, sums of a few hundred terms
+GRADIENT = 4 * FLOAT32  # through a softmax and two products
 BFLOAT16 = 2**-7  # two roundings to 8 bits
 INT8 = 1 / 254  # of a head's largest: half a code
 FP8 = 2**-4  # of the number: half a step of three bits of fraction
@@ -52,12 +54,16 @@ def test_rope(turned: int) -> None:
 # attention
 
 
-def naive_attention(q: Tensor, k: Tensor, v: Tensor, at: Tensor, key_at: Tensor, form: AttentionForm) -> Tensor:
-    """One sequence: q [T, H, D], k and v [S, G, D]."""
+def naive_attention(
+    q: Tensor, k: Tensor, v: Tensor, at: Tensor, key_at: Tensor, form: AttentionForm, images: list[range] | None = None
+) -> Tensor:
+    """One sequence: q [T, H, D], k and v [S, G, D]. Positions of an image see each other."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     for t in range(len(q)):
         distance = at[t] - key_at
         sees = [s for s, d in enumerate(distance.tolist()) if d >= 0 and (form.window is None or d < form.window)]
+        for image in images or []:
+            sees = sorted({*sees, *image}) if int(at[t]) in image else sees
         for h in range(form.heads):
             g = h * form.kv_heads // form.heads
             scores = torch.stack([q[t, h].double() @ k[s, g].double() * form.scale for s in sees])
@@ -91,6 +97,29 @@ def test_attention(form: AttentionForm, tile: int, monkeypatch: pytest.MonkeyPat
     k, v = ([randn(len(a), form.kv_heads, 8, seed=s + i) for i, a in enumerate(key_at)] for s in (10, 20))
     ours = ops.attention(torch.cat(q), k, v, at, key_at, form)
     close(ours, torch.cat([naive_attention(*one, form) for one in zip(q, k, v, at, key_at, strict=True)]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_an_image_see_each_other(form: AttentionForm) -> None:
+    """Sequences of equal and of different lengths, an image at the front, and gradients."""
+    images = [[range(2, 7)], [range(2), range(4, 9)], []]
+    for lengths in ((9, 9, 9), (9, 11, 4)):
+        at = [torch.arange(length) for length in lengths]
+        q, k, v = (
+            [randn(length, heads, 8, seed=seed + i).requires_grad_() for i, length in enumerate(lengths)]
+            for seed, heads in ((0, form.heads), (10, form.kv_heads), (20, form.kv_heads))
+        )
+        pairs = zip(lengths, images, strict=True)
+        spans = torch.cat([spans_of([(each.start, each.stop) for each in own], 0, n) for n, own in pairs])
+        keys, values = (torch.stack(each) if len(set(lengths)) == 1 else each for each in (k, v))
+        found = ops.attention(torch.cat(q), keys, values, at, at, form, spans)
+        each = zip(q, k, v, at, at, [form] * 3, images, strict=True)
+        wanted = torch.cat([naive_attention(*one) for one in each])
+        close(found.detach(), wanted.detach())
+        weights, leaves = randn(*found.shape, seed=7), [*q, *k, *v]
+        ours, theirs = (torch.autograd.grad((out * weights).sum(), leaves) for out in (found, wanted))
+        for one, other in zip(ours, theirs, strict=True):
+            close(one, other, GRADIENT)
 
 
 @pytest.mark.parametrize("form", FORMS)

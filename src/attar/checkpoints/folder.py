@@ -25,6 +25,7 @@ from attar.checkpoints.safetensors import TensorFile
 from attar.checkpoints.strict_io import CONVERT, PICKLES, CheckpointError, OnDisk, OpenFile, near, parse_json
 from attar.errors import code_of
 from attar.formats.scheme import Part
+from attar.model.vision.wrappers import VILA_CONVERTED, is_vila
 from attar.progress import StageProgress
 
 if TYPE_CHECKING:
@@ -106,6 +107,12 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def refuse_vila(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where a config.json is that of VILA's three folders."""
+    if is_vila(config):
+        raise CheckpointError("architecture_unsupported", f"{path}: {VILA_CONVERTED}")
+
+
 class Folder(OnDisk):
     """An open checkpoint folder with its config read and its weight files checked.
 
@@ -119,6 +126,7 @@ class Folder(OnDisk):
             raise self.error("file_not_found", "no such folder")
         self._refuse_other_kinds()
         self.config = read_config(self.path / CONFIG)
+        refuse_vila(self.path, self.config)
         self.mapped = False  # whether `read` may give tensors on the pages of the files (`TensorFile.map`)
         self._where: dict[str, TensorFile] = {}
         index = self._index()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from attar.checkpoints.folder import CONFIG, read_config, refuse_vila
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.strict_io import naming
 from attar.text.gguf import tokenizer_from_gguf
@@ -20,6 +21,8 @@ def is_gguf(path: Path) -> bool:
 def tokenizer(path: Path) -> Tokenizer:
     """Return the model's tokenizer. Raises ValueError, naming the file, where it has none or a malformed one."""
     if not is_gguf(path):
+        if not has_tokenizer(path) and (path / CONFIG).is_file():
+            refuse_vila(path, read_config(path / CONFIG))  # whose tokenizer lies in one of its folders
         return Tokenizer.load(path)
     file = GgufFile(path)
     with naming(path):

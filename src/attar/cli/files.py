@@ -55,9 +55,10 @@ def inspect(model: options.Model, as_json: options.Json = False) -> None:
 def convert(
     source: options.Model,
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="The folder to write, or OUT.gguf.")],
-    to: Annotated[
-        Format, option("Output", "FORMAT", "Format to write: gguf, compressed-tensors, awq, gptq or dense.", "--to")
-    ],
+    to: Annotated[Format | None, option(
+        "Output", "FORMAT", "Format to write: gguf, compressed-tensors, awq, gptq or dense.", "--to",
+        default="dense for VILA's three folders; else needed",
+    )] = None,
     dtype: Annotated[Dtype | None, option(
         "Output", "DTYPE", "Dtype of --to dense: bfloat16, float16 or float32, which keeps most values exactly.",
         "--dtype", default="the source's, and bfloat16 for quantized GGUF files",
@@ -72,20 +73,22 @@ def convert(
     Integers and scales are re-packed, and nothing is rounded. The output is read back and compared with the source. An
     error names the tensor that the format cannot hold exactly, and the reason.
 
-    With --to dense, weights are decoded and rounded to a dtype: the folder is that of an uncompressed model.
+    With --to dense, weights are decoded and rounded to a dtype: the folder is that of an uncompressed model. VILA's
+    folders of language model, tower and projector become one that other commands read.
 
     Examples:
       attar convert ./out out.gguf --to gguf
       attar convert ./out ./awq --to awq
       attar convert model.gguf ./dense --to dense
+      attar convert ./VILA1.5-3b ./vila
     """
     with errors(as_json), progress(quiet) as bar:
         from attar.checkpoints.convert.proof import proof
         from attar.checkpoints.convert.run import convert as run
 
         done = run(
-            source, output, to=to.value, dtype=dtype and dtype.value, max_shard_bytes=max_shard, overwrite=overwrite,
-            progress=bar,
+            source, output, to=to and to.value, dtype=dtype and dtype.value, max_shard_bytes=max_shard,
+            overwrite=overwrite, progress=bar,
         )  # fmt: skip
         bar.close()
         print(f"{done.path}: {done.bytes:,} bytes, {done.format}")

@@ -215,8 +215,7 @@ class ServeConfig(TransferOptions, SchedulerOptions, HttpOptions):
     ) -> ServerOptions:
         """Make the settings of HTTP for the model at `path`, called `name`, which `engines` engines serve. Raises
         ValueError for a public address without a key, and for wrong names and paths."""
-        from attar.checkpoints import generation_config
-        from attar.images.settings import read_settings
+        from attar.checkpoints import generation_config, image_settings
         from attar.server.admission.rate_limits import KeyLimits
         from attar.server.options import ServerOptions, check_aliases
 
@@ -231,7 +230,7 @@ class ServeConfig(TransferOptions, SchedulerOptions, HttpOptions):
             KeyLimits(self.max_requests_per_key, self.tokens_per_minute), self.deadline, self.drain_seconds,
             self.template_date, sampling, check_aliases(self.alias or (), (name, *adapters)), self.root_path,
             self.response_store or 0, {"on": True, "off": False}.get(self.reasoning), self.request_metrics,
-            None if self.image_cache == 0 else read_settings(path), self.routers(),
+            None if self.image_cache == 0 else image_settings.read(path), self.routers(),
         )  # fmt: skip
 
 

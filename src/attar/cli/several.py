@@ -82,16 +82,15 @@ def tell_parts(sharing: Sharing) -> None:
 def spec(settings: Settings, sharing: Sharing, defaults: Defaults) -> ModelSpec:
     """Make what the server needs of a model: settings with its part of the memory, its tokenizer, and its sampling
     parameters. Raises ValueError for a model without a readable tokenizer."""
-    from attar.checkpoints import generation_config, vocabulary
+    from attar.checkpoints import generation_config, image_settings, vocabulary
     from attar.checkpoints.fingerprints import fingerprints
-    from attar.images.settings import read_settings
     from attar.server.models.served import ModelSpec
 
     part, path = sharing.parts[settings.name], Path(settings.model)
     files = fingerprints(settings.folders)  # first: later changes are noticed
     settings = msgspec.structs.replace(settings, memory=part.memory, context=part.context, files=files)
     sampling = generation_config.sampling(path) if defaults is Defaults.model else {}
-    images = read_settings(path) if settings.image_cache else None
+    images = image_settings.read(path) if settings.image_cache else None
     return ModelSpec(settings, part.size, vocabulary.tokenizer(path), sampling, images)
 
 

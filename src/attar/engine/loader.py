@@ -10,7 +10,6 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from attar.checkpoints import vocabulary
-from attar.checkpoints.folder import Folder
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.receipts.receipt import Receipt
 from attar.checkpoints.sources import hf, opening
@@ -117,10 +116,10 @@ def load_model(
         )  # fmt: skip
         decoder = executor.decoder
     tower = None
-    if images and not vocabulary.is_gguf(path):
+    if images:
         store = None if computed is None else dispatch.store(activations, device, computed)
         try:
-            tower = load_vision(Folder(path), decoder.dtype, store)
+            tower = load_vision(path, decoder.dtype, store)
         except UserError as error:
             if error.code != "checkpoint_incomplete":
                 raise

@@ -23,12 +23,13 @@ MAX_SIDE = 4096  # pixels
 MAX_RESIZED = 16_000_000  # pixels that an image may be resized to
 BICUBIC, BILINEAR, LANCZOS = 3, 2, 1  # Pillow's numbers
 
-Family = Literal["idefics3", "llava", "llava_next", "qwen2_vl", "gemma3"]
+Family = Literal["idefics3", "llava", "llava_downsample", "llava_next", "qwen2_vl", "gemma3"]
 FAMILIES: dict[str, Family] = {
     "idefics3": "idefics3", "smolvlm": "idefics3", "llava": "llava", "llava_next": "llava_next",
+    "llava_downsample": "llava_downsample",
     "qwen2_vl": "qwen2_vl", "qwen2_5_vl": "qwen2_vl", "gemma3": "gemma3",
 }  # fmt: skip
-"""Preprocessing by `model_type`."""
+"""Preprocessing by `model_type`: the reader's method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,11 @@ class _Reader:
         pixels = self._clip("llava")
         high, wide = pixels.crop or pixels.size or (0, 0)
         return self._made(pixels, (high // pixels.patch) * (wide // pixels.patch) + self._extra())
+
+    def llava_downsample(self) -> ImageSettings:
+        pixels, factor = self._clip("llava"), _whole(self.config, "downsample_factor", 64, 2)
+        high, wide = (-(-side // pixels.patch // factor) for side in pixels.crop or pixels.size or (0, 0))
+        return self._made(pixels, high * wide)
 
     def llava_next(self) -> ImageSettings:
         clip = self._clip("llava_next")

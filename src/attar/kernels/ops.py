@@ -207,6 +207,7 @@ def attention(
     query_positions: Sequence[Tensor],
     key_positions: Sequence[Tensor],
     form: AttentionForm,
+    spans: Tensor | None = None,
 ) -> Tensor:
     """Return causal attention of queries [N, H, D] over each sequence's keys and values [S, G, D]: [N, H * D].
 
@@ -214,8 +215,12 @@ def attention(
     implied by the slot. Query head h reads key-value head h * G // H. Where all B sequences have the same positions,
     keys and values may come as one tensor [B, S, G, D] each. It is for whole sequences without a cache; a cache has
     pages.
+
+    With `spans` [N, 2] int32, first position and end, rows of an image see each other in both directions; 0 and 0 for
+    other rows.
     """
-    return ref_attention.attention(q, keys, values, query_positions, key_positions, form)
+    mixed = ref_attention.attention(q, keys, values, query_positions, key_positions, form)
+    return mixed if spans is None else ref_spans.replace_rows_without_cache(mixed, q, keys, values, spans, form)
 
 
 def write_kv(

@@ -6,6 +6,8 @@ with the kernels of their cache. Each image is computed alone, so its bits do no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ def replace_rows(mixed: Tensor, q: Tensor, pages: PagedKV, place: AttentionMetad
     for b, end in enumerate(starts[1:]):
         own = place.spans[starts[b] : end]
         for first, last in sorted({(first, last) for first, last in own.tolist() if last > first}):
-            rows = starts[b] + (own[:, 0] == first).nonzero()[:, 0]
+            rows = starts[b] + (own[:, 1] == last).nonzero()[:, 0]  # the first may be 0, as of rows of text
             tail = None if place.tails is None else int(place.tails[b])
             whole = ref_attention.read_sequence(pages, place.block_tables[b], int(place.lengths[b]), tail, q.dtype)
             at, key_at = place.positions[rows], torch.arange(last, dtype=place.positions.dtype)
@@ -33,6 +35,25 @@ def replace_rows(mixed: Tensor, q: Tensor, pages: PagedKV, place: AttentionMetad
             if pages.bases is not None:
                 found = pages.bases.values.turn_back(found)
             mixed[rows] = found.flatten(1).to(mixed.dtype)
+    return mixed
+
+
+def replace_rows_without_cache(
+    mixed: Tensor, q: Tensor, keys: Sequence[Tensor] | Tensor, values: Sequence[Tensor] | Tensor, spans: Tensor,
+    form: AttentionForm,
+) -> Tensor:  # fmt: skip
+    """Return causal outputs [N, H * D] of whole sequences with each row replaced that sees the positions of `spans`
+    [N, 2] as well. Rows are at positions 0, 1, ... of their sequence. Gradients pass."""
+    mixed, start = mixed.clone(), 0
+    for k, v in zip(keys, values, strict=True):
+        own = spans[start : start + len(k)]
+        key_at = torch.arange(len(k), device=q.device)
+        for first, last in sorted({(first, last) for first, last in own.tolist() if last > first}):
+            at = (own[:, 1] == last).nonzero()[:, 0].to(q.device)
+            mask = ref_attention.visible(at, key_at[:last], form.window) | (key_at[:last] >= first)
+            rows = start + at
+            mixed[rows] = ref_attention.attend(q[rows][None], k[None, :last], v[None, :last], mask, form)[0].flatten(1)
+        start += len(k)
     return mixed
 
 

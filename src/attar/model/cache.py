@@ -289,7 +289,7 @@ class ForwardBatch:
     watched: Tensor | None = None  # rows [M] whose queries are kept
     features: Features | None = None  # of images; the ids of their rows are any of the vocabulary
     angles: Tensor | None = None  # [3, N] int64: time, height and width of each row (M-RoPE); None: its position
-    spans: Tensor | None = None  # [N, 2] int32: positions that a row of an image sees besides; needs a cache
+    spans: Tensor | None = None  # [N, 2] int32: positions that a row of an image sees besides
     queries: dict[int, Tensor] = field(init=False, default_factory=dict, repr=False, compare=False)
     """Queries of the watched rows, as they read keys, by layer: [M, H, D], once the call is made."""
     again: Tensor | None = field(init=False, default=None, repr=False)  # rows of `repeated`, on the device
@@ -315,8 +315,7 @@ class ForwardBatch:
             device = torch.device(self.device) if self.cache is None else self.cache.device
             numbers = torch.tensor(self.adapters).repeat_interleave(torch.tensor(self.lengths))
             routes = Routes(numbers, partial(sent, device))
-        if self.spans is not None:
-            assert place is not None, "rows that see later rows read them from a cache"
+        if self.spans is not None and place is not None:
             for each in (place, sliding):
                 if each is not None:
                     each.spans = self.spans

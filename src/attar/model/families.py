@@ -70,7 +70,8 @@ MODEL_TYPES: Mapping[str, str] = {
     "mixtral": "MixtralForCausalLM", "opt": "OPTForCausalLM", "phi3": "Phi3ForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "idefics3": "Idefics3ForConditionalGeneration", "llava": "LlavaForConditionalGeneration",
-    "llava_next": "LlavaNextForConditionalGeneration", "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "llava_next": "LlavaNextForConditionalGeneration",
+    "llava_downsample": "LlavaDownsampleForConditionalGeneration", "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen2_vl": "Qwen2VLForConditionalGeneration", "smolvlm": "SmolVLMForConditionalGeneration",
 }  # fmt: skip
 """Architecture of a config.json that states its `model_type` alone."""

@@ -62,7 +62,7 @@ class Attention:
     def _whole(self, q: Tensor, k: Tensor, v: Tensor, step: ForwardBatch) -> Tensor:
         keys, values = step.whole(k, v)
         positions = step.split(step.positions)
-        return ops.attention(q, keys, values, positions, positions, self.form)
+        return ops.attention(q, keys, values, positions, positions, self.form, step.spans)
 
     def heads(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [N, H, D], keys and values [N, G, D] of rows x [N, I], normed and rotated, ready for

@@ -22,6 +22,7 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from attar.errors import UserError
@@ -131,6 +132,12 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise convert.malformed(f"this is not the text of a tokenizer.json: {error}") from error
         return cls(backend, bos_token, eos_token, chat_templates, eos_ids)
+
+    def with_special(self, token: str) -> Tokenizer:
+        """Return this tokenizer with one more special token, whose id is behind all others."""
+        backend = Backend.from_str(self.backend_text())
+        backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        return Tokenizer(backend, self.bos_token, self.eos_token, self.chat_templates, self.eos_ids)
 
     def backend_text(self) -> str:
         """Return the text of the tokenizer.json."""

@@ -108,8 +108,7 @@ def test_tools(decoder: Decoder, llm: LLM) -> None:
     params = SamplingParams(max_tokens=48, temperature=0.8, seed=3)
     calling = [msgspec.structs.replace(ask, grammar=tools) for ask in asks(params)]
     found = equal_to_alone(decoder, calling, tokenizer=llm.tokenizer, limits=DRAFTING)
-    texts = {b"".join(bytes(ids) for ids in answer[:1]) for answer in found.values()}
-    assert texts
+    assert found != equal_to_alone(decoder, asks(params), limits=DRAFTING)  # the tools' grammar decided something
 
 
 def test_replicas(decoder: Decoder, tmp_path: Path) -> None:

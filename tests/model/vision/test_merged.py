@@ -95,6 +95,23 @@ def test_logits_equal_transformers(kind: str, count: int) -> None:
         assert (ours(kind, ids, pictures, places, 3, cut, places[0][1] + 2) - expected).abs().max() <= EQUAL
 
 
+def test_rows_that_see_each_other_need_no_cache() -> None:
+    """Two sequences of one call, as in calibration; images are as wide as the window of most layers."""
+    pictures = seen.pictures("gemma3")
+    prompts = [prompt(pictures), prompt(pictures[::-1])]
+    rows = [torch.cat([torch.arange(*place) for place in places]) for _, places in prompts]
+    length = len(prompts[0][0])
+    values = torch.cat([seen.vision("gemma3").encode(each) for each in (*pictures, *pictures[::-1])])
+    step = ForwardBatch(
+        (length, length), length, features=Features(torch.cat((rows[0], rows[1] + length)), values),
+        spans=torch.cat([spans_of(places, 0, length) for _, places in prompts]),
+    )  # fmt: skip
+    found = decoder("gemma3").forward(torch.tensor([each for ids, _ in prompts for each in ids]), step)
+    for own, (ids, places), shown in zip(found.split(length), prompts, (pictures, pictures[::-1]), strict=True):
+        assert (own - theirs("gemma3", ids, shown)).abs().max() <= EQUAL
+        assert (own - ours("gemma3", ids, shown, places)).abs().max() <= EQUAL
+
+
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
 def test_positions_equal_transformers(kind: str) -> None:
     pictures = seen.pictures(kind)

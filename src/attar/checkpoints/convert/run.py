@@ -41,6 +41,8 @@ from attar.checkpoints.convert.source import (
 from attar.checkpoints.convert.targets import TARGETS, Target, bits_per_weight, packed_as
 from attar.checkpoints.convert.to_dense import DENSE, to_dense
 from attar.checkpoints.convert.to_gguf import folder_to_file
+from attar.checkpoints.convert.towers import left_out
+from attar.checkpoints.convert.vila import is_vila_folder
 from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.layouts import compressed_tensors
@@ -62,13 +64,14 @@ def convert(
     src: str | Path,
     dst: str | Path,
     *,
-    to: str,
+    to: str | None = None,
     dtype: str | None = None,
     max_shard_bytes: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Converted:
     """Write the model `src` (folder, GGUF file, Hub id or `demo`) to `dst` in the format `to`, one of `FORMATS`.
+    Only VILA's three folders go without `to`: they are written as one dense folder.
 
     `dtype` is that of a dense output: float32, float16 or bfloat16, by default the source's own. An output file has at
     most `max_shard_bytes`; None: 5 GB, and a GGUF file of any size.
@@ -77,13 +80,20 @@ def convert(
     format or dtype, where source and output are of one format, where `dst` exists, and where the source's receipt is
     damaged.
     """
-    if to not in FORMATS:
+    if to is not None and to not in FORMATS:
         raise UserError("name_unknown", f"unknown format {to!r}: known are {', '.join(FORMATS)}")
-    if dtype is not None and to != DENSE:
+    if dtype is not None and to not in (None, DENSE):
         raise UserError("option_unused", f"a dtype is of a dense output: leave it out, or write --to {DENSE}")
     if dtype is not None and dtype not in DTYPES:
         raise UserError("name_unknown", f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}{near(dtype, DTYPES)}")
     source = hub.resolve(src)
+    if source.is_dir() and is_vila_folder(source):
+        if to not in (None, DENSE):
+            said = f"{source} is in VILA's layout, which is converted --to {DENSE} first: --to {to} takes that output"
+            raise UserError("feature_unsupported", said)
+        to = DENSE
+    if to is None:
+        raise UserError("option_missing", f"give the format to write: --to {', '.join(FORMATS)}")
     if not str(dst):
         raise UserError("option_missing", "the output's name is empty: give a folder or a .gguf file to write")
     if (Path(dst).suffix.lower() == ".gguf") != (to == GGUF):
@@ -95,7 +105,8 @@ def convert(
         )
     report = progress or (lambda stage, done, total: None)
     if to == DENSE:
-        return to_dense(source, Path(dst), dtype, overwrite, report, max_shard_bytes or MAX_SHARD)
+        done = to_dense(source, Path(dst), dtype, overwrite, report, max_shard_bytes or MAX_SHARD)
+        return replace(done, notes=done.notes + left_out(source))
     found = receipt.read_receipt(source)
     if vocabulary.is_gguf(source):
         if to == GGUF:
@@ -103,6 +114,7 @@ def convert(
         file = GgufCheckpoint.open(source, torch.float32)
         most = max_shard_bytes or MAX_SHARD
         done = file_to_folder(file, Path(dst), TARGETS[to], overwrite, report, most)
+        done = replace(done, notes=done.notes + left_out(source))
         return _with_receipt(found, source, done, report)
     checkpoint = Checkpoint.open(source, as_stored=True)
     if (checkpoint.folder.config.get("quantization_config") or {}).get("transform_config"):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attar.checkpoints.convert.dense import DenseFolder, open_dense
 from attar.checkpoints.convert.proof import Converted, Digest, compare, pieces
+from attar.checkpoints.convert.vila import is_vila_folder, open_vila
 from attar.checkpoints.folder import CONFIG, write_json
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.receipts.probes import measure_probes
@@ -29,13 +30,14 @@ DENSE = "dense"  # the users' name of the format
 def to_dense(
     path: Path, dst: Path, dtype: str | None, overwrite: bool, report: Progress, most: int = MAX_SHARD
 ) -> Converted:
-    """Write the model at `path`, a folder or GGUF file, to the folder `dst` without compression, in files of at most
-    `most` bytes; `report` counts tensors. `dtype` is float32, float16 or bfloat16, None for the source's own.
+    """Write the model at `path`, a folder, VILA's three or a GGUF file, to the folder `dst` without compression, in
+    files of at most `most` bytes; `report` counts tensors. `dtype` is float32, float16 or bfloat16, None for the
+    source's own.
 
     Raises UserError where the model has no dense form, where a number is too large for the dtype, where `dst` exists or
     the disk has too little room, and where a tensor reads back otherwise than it was written.
     """
-    checkpoint = open_dense(path, dtype)
+    checkpoint = open_vila(path, dtype) if path.is_dir() and is_vila_folder(path) else open_dense(path, dtype)
     folder = checkpoint.folder
     assert isinstance(folder, DenseFolder)
     layout = {name: folder.info(name) for name in folder.names()}

@@ -25,6 +25,7 @@ from attar.checkpoints.convert.source import (
     stored_name,
     values_of,
 )
+from attar.checkpoints.convert.towers import tower_file
 from attar.checkpoints.gguf import export as gguf_export
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.gguf.names import ROUTER, file_name, homes, place
@@ -58,6 +59,8 @@ def folder_to_file(
     file_type = gguf_export.file_type([kind.name for kind in kinds.values()] or [DENSE[config.dtype]])
     head, factors = gguf_export.describe(config, file_type, folder.path.resolve().name)
     words, note = gguf_export.words(folder.path, config)
+    tower = tower_file(folder, dst.name, head | words)
+    tower.check(dst.parent, overwrite)
     layout: dict[str, tuple[GgmlType, tuple[int, ...]]] = {}
     layout |= {name: (TYPES["F32"], (len(each),)) for name, each in factors.items()}
     tensors = homes(config.names, gguf_export.tensor_names(config, checkpoint.has))
@@ -100,9 +103,10 @@ def folder_to_file(
         compare(ours, theirs)
         size = sum(each.size for each in writer.plans)
         path = output_path(dst, writer.plans)
+    tower.write(dst.parent)
     stored = sum(kinds[name].bytes(each.shape) for name, each in linears.items())
     bits = 8 * stored / sum(math.prod(each.shape) for each in linears.values()) if linears else None
-    notes = () if note is None else (note,)
+    notes = (*(() if note is None else (note,)), *tower.notes)
     before = stored_bits(checkpoint, linears)
     return Converted(path, GGUF, len(ours.of), len(linears), size, bits, before, ours.whole, notes)
 

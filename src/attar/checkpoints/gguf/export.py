@@ -11,7 +11,6 @@ well as of numbers, because no block spans two rows.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.gguf.config import as_in_files, read_gguf_config, rope_with_factors
-from attar.checkpoints.gguf.families import ARCHITECTURES, Factors
+from attar.checkpoints.gguf.families import ARCHITECTURES, SECTIONS, Factors
 from attar.checkpoints.gguf.names import (
     FACTORS,
     HEAD,
@@ -33,7 +32,7 @@ from attar.checkpoints.gguf.names import (
     file_name,
     place,
 )
-from attar.checkpoints.gguf.values import Typed
+from attar.checkpoints.gguf.values import SAME, Typed, as_stored, same
 from attar.checkpoints.vocabulary import NO_TOKENIZER, has_tokenizer
 from attar.checkpoints.vocabulary import tokenizer as load_tokenizer
 from attar.errors import UserError
@@ -59,7 +58,10 @@ WRITTEN: Mapping[str, str] = {
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3", "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3", "GPT2LMHeadModel": "gpt2", "MixtralForCausalLM": "llama",
-    "Qwen2MoeForCausalLM": "qwen2moe", "Qwen3MoeForCausalLM": "qwen3moe",
+    "Qwen2MoeForCausalLM": "qwen2moe", "Qwen3MoeForCausalLM": "qwen3moe", "Idefics3ForConditionalGeneration": "llama",
+    "SmolVLMForConditionalGeneration": "llama", "LlavaForConditionalGeneration": "llama",
+    "Qwen2VLForConditionalGeneration": "qwen2vl", "Qwen2_5_VLForConditionalGeneration": "qwen2vl",
+    "Gemma3ForConditionalGeneration": "gemma3",
 }  # fmt: skip
 """Architectures of config.json that are written -> their names in GGUF files."""
 
@@ -73,13 +75,11 @@ _UNSAID = {
 YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 """Values of llama.cpp for every architecture that is written: it does not read the keys that files have for others."""
 
-_SQUARE = ("qwen2", "qwen2moe", "phi3", "gpt2")
+_SQUARE = ("qwen2", "qwen2vl", "qwen2moe", "phi3", "gpt2")
 """Architectures whose q llama.cpp takes to be as wide as the hidden size, whatever `key_length` says."""
 
 _OUTPUT_BIAS = ("llama", "gpt2")
 """Architectures of which llama.cpp reads a bias of attention's output."""
-
-SAME = 1e-6  # relative: rounding of a number to float32
 
 
 def architecture(config: ModelConfig) -> str:
@@ -182,6 +182,8 @@ def _rope(config: ModelConfig, rope: Rope, at: str) -> tuple[dict[str, Any], dic
         found[f"{where}.attn_factor"] = rope.attention_factor
         factors[LONG_FACTORS] = torch.tensor(rope.long_factor)
         factors[SHORT_FACTORS] = torch.tensor(rope.short_factor)
+    if rope.sections:
+        found[f"{at}.{SECTIONS}"] = [*rope.sections, 0]
     if rope.kind in ("yarn", "longrope"):
         found[f"{where}.original_context_length"] = rope.original_context
     return found, factors
@@ -351,13 +353,13 @@ def _check(config: ModelConfig, metadata: Mapping[str, Any], factors: Mapping[st
     tensors = () if config.tied else (f"{HEAD}.weight",)
     long = Factors(*(factors[each].tolist() for each in FACTORS)) if LONG_FACTORS in factors else None
     try:
-        again = read_gguf_config(_as_stored(metadata), tensors, config.vocab_size, config.dtype, long)
+        again = read_gguf_config(as_stored(metadata), tensors, config.vocab_size, config.dtype, long)
     except ValueError as error:
         raise _inexpressible(f": {error}") from None
     stored = as_in_files(config)
     for field in fields(ModelConfig):
         ours, theirs = getattr(stored, field.name), getattr(again, field.name)
-        if field.name not in _UNSAID and not _same(ours, theirs):
+        if field.name not in _UNSAID and not same(ours, theirs):
             raise _inexpressible(f", which has no words for its {field.name} ({_shown(ours)})")
     for ours, theirs in dict.fromkeys(zip(config.ropes, again.ropes, strict=True)):
         if theirs is not None and ROPE_FACTORS in factors:
@@ -372,20 +374,6 @@ def _inexpressible(why: str) -> UserError:
     return UserError("gguf_inexpressible", f"the model cannot be written to a GGUF file{why}")
 
 
-def _as_stored(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata with their numbers rounded to float32, as they are stored."""
-    return {
-        key: float(torch.tensor(value, dtype=torch.float32)) if isinstance(value, float) else value
-        for key, value in metadata.items()
-    }
-
-
-def _same(ours: object, theirs: object) -> bool:
-    if isinstance(ours, float) and isinstance(theirs, float):
-        return math.isclose(ours, theirs, rel_tol=SAME)
-    return ours == theirs
-
-
 def _shown(value: object) -> str:
     text = str(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
@@ -393,7 +381,9 @@ def _shown(value: object) -> str:
 
 def _turns_alike(ours: Rope, theirs: Rope, context: int) -> bool:
     """Return whether two ropes give the same angles at every length, to float32."""
-    if ours.dims != theirs.dims or not _same(ours.attention_factor, theirs.attention_factor):
+    if (ours.dims, ours.sections) != (theirs.dims, theirs.sections):
+        return False
+    if not same(ours.attention_factor, theirs.attention_factor):
         return False
     pairs = ((frequencies(ours, length), frequencies(theirs, length)) for length in (1, context, 2 * context))
     return all(torch.allclose(a, b, rtol=4 * SAME, atol=0.0) for a, b in pairs)

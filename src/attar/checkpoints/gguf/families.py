@@ -108,6 +108,26 @@ def _qwen_experts(f: Fields, at: str, found: Mapping[str, object], factors: Fact
     return more | used
 
 
+SECTIONS = "rope.dimension_sections"
+"""Pairs that turn by time, height and width, and a fourth number that is 0."""
+
+
+def _qwen2_vl(f: Fields, at: str, found: Mapping[str, object], factors: Factors | None) -> Found:
+    """Read the language model of Qwen2-VL and Qwen2.5-VL, whose rope has sections."""
+    key = f"{at}.{SECTIONS}"
+    given = f.get(key)
+    if not isinstance(given, Collection) or isinstance(given, str) or len(given) not in (3, 4):
+        raise f.error(key, "must be three or four numbers of pairs")
+    time, height, width, *rest = (Fields({key: each}, where=f.where).integer(key, 0, COUNT) for each in given)
+    if any(rest):
+        raise f.error(key, "has a fourth section, which is not supported", "feature_unsupported")
+    if found["rope_scaling"] is not None:
+        raise f.error(
+            f"{at}.rope.scaling.type", "is set, and a rope with sections is not scaled", "feature_unsupported"
+        )
+    return {"rope_scaling": {"rope_type": "default", "mrope_section": [time, height, width]}}
+
+
 _LARGE = {"gemma2": 46, "gemma3": 62}  # layers of the models of 27 B
 _PERIOD = {"gemma2": 2, "gemma3": 6}  # the last layer of so many has full attention
 _LOCAL_BASE = 10000.0
@@ -188,6 +208,7 @@ def _phi3(f: Fields, at: str, found: Mapping[str, object], factors: Factors | No
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", _llama, experts="MixtralForCausalLM", interleaved=True),
     "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen2vl": Architecture("Qwen2ForCausalLM", _qwen2_vl),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", _qwen_experts, experts="Qwen2MoeForCausalLM"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen_experts, experts="Qwen3MoeForCausalLM"),

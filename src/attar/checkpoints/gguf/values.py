@@ -12,6 +12,7 @@ so the type and length of an `Array` cost nothing. Torch-free.
 from __future__ import annotations
 
 import logging
+import math
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ SCALARS: Mapping[str, struct.Struct] = {
 STRING, ARRAY = "string", "array"
 VALUE_TYPES = ("u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", STRING, ARRAY, "u64", "i64", "f64")
 """Names of the types of values, by their number in files."""
+
+SAME = 1e-6  # relative: rounding of a number to float32
 
 _LENGTH = SCALARS["u64"]
 
@@ -182,3 +185,23 @@ def _values(key: str, kind: str, values: Sequence[Any]) -> bytes:
         return struct.pack(f"<{len(values)}{SCALARS[kind].format[1:]}", *values)
     except (struct.error, OverflowError, AttributeError, KeyError) as error:
         raise UserError("gguf_inexpressible", f"key {key!r}: not a value of type {kind}: {error}") from None
+
+
+def as_stored(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return plain values with their numbers rounded to float32, as they are stored."""
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, list):
+            return [rounded(each) for each in value]
+        return SCALARS["f32"].unpack(SCALARS["f32"].pack(value))[0] if isinstance(value, float) else value
+
+    return {key: rounded(value) for key, value in metadata.items()}
+
+
+def same(ours: object, theirs: object) -> bool:
+    """Return whether two values are equal but for the rounding of numbers to float32."""
+    if isinstance(ours, tuple) and isinstance(theirs, tuple):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return math.isclose(ours, theirs, rel_tol=SAME)
+    return ours == theirs

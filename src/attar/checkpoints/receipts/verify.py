@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from attar.checkpoints.folder import Folder
 from attar.checkpoints.receipts import receipt, vision_probe
 from attar.checkpoints.receipts.receipt import Verdict
 from attar.checkpoints.sources import hf, hub, opening
@@ -55,7 +54,7 @@ def verify(
 def _with_tower(verdict: Verdict, path: Path, about: object, dtype: torch.dtype | None) -> Verdict:
     """Return the verdict with that of the vision tower, which is computed on CPUs, whatever computes the decoder."""
     dtype = dtype or torch.float32
-    vision = load_vision(Folder(path), dtype, dispatch.store() if dtype == torch.float32 else None)
+    vision = load_vision(path, dtype, dispatch.store() if dtype == torch.float32 else None)
     if vision is None:
         said = "the receipt has a vision tower, and the model none"
         return replace(verdict, ok=False, first_divergence=TOWER, detail=said)

@@ -107,8 +107,8 @@ def _states(
     made: list[HiddenStates] = []
     try:
         for path in paths:
-            angles = None if images is None else images.positions(shape[0])
-            made.append(HiddenStates(path, shape, memory // count, rows, angles=angles))
+            places = None if images is None else images.places(shape[0])
+            made.append(HiddenStates(path, shape, memory // count, rows, places=places))
         yield made
     finally:
         for each in made:

@@ -21,7 +21,7 @@ from torch import Tensor
 from attar.checkpoints.safetensors import byte_view
 from attar.checkpoints.sources import hf
 from attar.checkpoints.strict_io import CheckpointError
-from attar.compression.calibration.image_rows import ImageRows
+from attar.compression.calibration.image_rows import ImagePlaces, ImageRows
 from attar.formats.packed import PackedTensor
 from attar.kernels.operands import Linear
 from attar.model.assembly import build_embedding, build_head
@@ -50,11 +50,11 @@ class HiddenStates:
         memory: int,
         rows_at_once: int = ROWS_AT_ONCE,
         device: torch.device | str = "cpu",
-        angles: Tensor | None = None,
+        places: ImagePlaces | None = None,
     ) -> None:
-        """`angles` [3, S, L] are positions by time, height and width, where tokens have such."""
+        """`places` are those of sequences that have images."""
         self.path, self.shape, self.rows_at_once, self.device = path, shape, rows_at_once, device
-        self._angles = angles
+        self._places = places or ImagePlaces()
         self._row_bytes = shape[1] * shape[2] * 4
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.posix_fallocate(self._file, 0, shape[0] * self._row_bytes)
@@ -67,10 +67,13 @@ class HiddenStates:
             yield range(start, min(start + size, self.shape[0]))
 
     def step(self, batch: range) -> ForwardBatch:
-        angles = None
-        if self._angles is not None:
-            angles = self._angles[:, batch.start : batch.stop].flatten(1).to(self.device)
-        return ForwardBatch((self.shape[1],) * len(batch), self.shape[1], device=self.device, angles=angles)
+        angles, spans = self._places
+        if angles is not None:
+            angles = angles[:, batch.start : batch.stop].flatten(1).to(self.device)
+        if spans is not None:
+            spans = spans[batch.start : batch.stop].flatten(0, 1)
+        lengths = (self.shape[1],) * len(batch)
+        return ForwardBatch(lengths, self.shape[1], device=self.device, angles=angles, spans=spans)
 
     def read(self, batch: range) -> Tensor:
         """Return rows [len(batch) * L, I]."""

@@ -3,7 +3,7 @@
 A block sees rows of an image as it sees those of tokens. So an id from the vocabulary's size on stands for a row of
 `ImageRows.features`, and everything that reads sequences of ids takes such sequences as well: `hidden_states.embed`
 writes these rows in place of those of the token table. In models with positions by time, height and width each
-sequence has its own angles.
+sequence has its own angles. In models whose image rows see each other (Gemma 3) it has its own spans.
 
 A sequence has the length of those of the calibration text, because blocks run on sequences of one length. What an
 image and its text leave of it is filled with calibration text, which then stands behind an image, too.
@@ -15,19 +15,26 @@ import hashlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attar.checkpoints import vocabulary
-from attar.checkpoints.folder import Folder
 from attar.checkpoints.sources.hf import Checkpoint
-from attar.checkpoints.sources.vision import image_settings, vision_config, vision_of
+from attar.checkpoints.sources.vision import image_settings, vision_of
 from attar.compression.resume import Damaged, restore, save
 from attar.errors import UserError
 from attar.images.pairs import PairPrompts, read_pairs
+from attar.kernels.ref_spans import spans_of
 from attar.progress import StageProgress
+
+
+class ImagePlaces(NamedTuple):
+    """What rows of sequences with images have beside their positions, where the model asks for it."""
+
+    angles: Tensor | None = None  # int64 [3, S, L]: time, height and width of each token
+    spans: Tensor | None = None  # int32 [S, L, 2]: positions that a row of an image sees besides those before it
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +46,7 @@ class ImageRows:
     angles: Tensor | None  # int64 [3, P, L]: time, height and width of each token, where the model has such positions
     first: int  # size of the vocabulary
     digest: str  # of the images
+    bidirectional: bool = False  # rows of an image see each other
     warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -49,22 +57,20 @@ class ImageRows:
         """Return the rows [N, I] of ids [N]."""
         return self.features[ids - self.first]
 
-    def positions(self, sequences: int) -> Tensor | None:
-        """Return the positions [3, S, L] of so many sequences, of which these are the last; None where each token has
-        one position."""
-        if self.angles is None:
-            return None
-        text = torch.arange(self.ids.shape[1]).expand(3, sequences - len(self.ids), -1)
-        return torch.cat((text, self.angles), 1)
+    def places(self, sequences: int) -> ImagePlaces:
+        """Return the places of the rows of so many sequences, of which these are the last."""
+        texts, length, angles, spans = sequences - len(self.ids), self.ids.shape[1], None, None
+        if self.angles is not None:
+            angles = torch.cat((torch.arange(length).expand(3, texts, -1), self.angles), 1)
+        if self.bidirectional:
+            found = [spans_of(_image_rows(line, self.first), 0, length) for line in self.ids]
+            spans = torch.cat((torch.zeros((texts, length, 2), dtype=torch.int32), torch.stack(found)))
+        return ImagePlaces(angles, spans)
 
 
 def check(images: Path, source: Checkpoint) -> None:
-    """Raise UserError where a model takes no images in calibration, or the folder has no pairs."""
+    """Raise UserError where a model takes no images, or the folder has no pairs."""
     image_settings(source.folder.path)
-    config = vision_config(Folder(source.folder.path))
-    if config is not None and config.bidirectional:
-        message = "--calib-images: rows of an image that see each other, as Gemma 3's do, are not supported"
-        raise UserError("feature_unsupported", message)
     read_pairs(images)
 
 
@@ -82,14 +88,15 @@ def kept_or_made(
             figures, tensors = restore(kept)
             return ImageRows(
                 tensors["ids"], tensors["features"], tensors.get("angles"), source.config.vocab_size, figures["digest"],
-                tuple(figures["warnings"]),
+                figures["bidirectional"], tuple(figures["warnings"]),
             )  # fmt: skip
     except Damaged:
         shutil.rmtree(kept)
     found = make(images, source, text, most, memory, progress)
     tensors = {"ids": found.ids, "features": found.features}
     tensors |= {} if found.angles is None else {"angles": found.angles}
-    save(kept, {"digest": found.digest, "warnings": list(found.warnings)}, tensors)
+    figures = {"digest": found.digest, "bidirectional": found.bidirectional, "warnings": list(found.warnings)}
+    save(kept, figures, tensors)
     return found
 
 
@@ -125,5 +132,11 @@ def make(
         told(len(lines), len(pairs))
     return ImageRows(
         torch.tensor(lines), torch.cat(features), torch.stack(angles, 1) if angles else None, first,
-        digest.hexdigest(), pairs.warnings,
+        digest.hexdigest(), vision.bidirectional, pairs.warnings,
     )  # fmt: skip
+
+
+def _image_rows(line: Tensor, first: int) -> list[tuple[int, int]]:
+    """Return first position and end of the image of a sequence: it has one, whose rows lie together."""
+    at = (line >= first).nonzero()[:, 0]
+    return [(int(at[0]), int(at[-1]) + 1)]

@@ -52,8 +52,8 @@ def collect(
     config = checkpoint.config
     shape, rows = (*ids.shape, config.hidden), hidden_states.rows_at_once(config)
     spare = (memory - hidden_states.IN_A_BLOCK) // 2
-    angles = None if images is None else images.positions(len(ids))
-    streams = [HiddenStates(folder / f"importance-{i}.f32", shape, spare, rows, angles=angles) for i in range(2)]
+    places = None if images is None else images.places(len(ids))
+    streams = [HiddenStates(folder / f"importance-{i}.f32", shape, spare, rows, places=places) for i in range(2)]
     found: dict[str, Tensor] = {}
     try:
         hidden_states.embed(checkpoint, ids, streams[0], images=images)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attar.checkpoints.convert.towers import tower_file
 from attar.checkpoints.gguf import checkpoint as gguf_checkpoint
 from attar.checkpoints.gguf import export as gguf_export
 from attar.checkpoints.gguf.file import GgufFile
@@ -95,6 +96,8 @@ class GgufOutput:
             )
         self._factors = factors
         self._metadata, self._layout = head_words | tokenizer, dict(self._tensors(shapes))
+        self.tower = tower_file(folder, name, self._metadata)
+        self.notes += self.tower.notes
         (self._plan,) = self._plans(None)
         counted = self._counted()
         stored = sum(self._kind(module).bytes(shapes[module]) for module in counted)

@@ -122,7 +122,8 @@ class CompressionRequest:
             raise UserError("name_unknown", f"a vision tower is stored as {known}, not {self.vision!r}")
         if self.vision != towers.UNCHANGED and self.to_file:
             raise UserError(
-                "option_conflict", f"--vision {self.vision}: a GGUF file has no vision tower: give a folder as output"
+                "option_conflict",
+                f"--vision {self.vision}: towers beside GGUF files are dense: give a folder as output",
             )
         if self.imatrix is not None and not self.to_file:
             raise UserError(

@@ -178,7 +178,9 @@ def _layout(
     if not request.to_file:
         return FolderOutput(checkpoint, plan, request.vision)
     known = _weighs(request, plan, importances) or importances is not None
-    return GgufOutput(checkpoint, plan, request.path.name, known).weighing(importances or {})
+    output = GgufOutput(checkpoint, plan, request.path.name, known)
+    output.tower.check(request.path.parent, request.overwrite)
+    return output.weighing(importances or {})
 
 
 def _weighs(request: CompressionRequest, plan: Recipe, importances: Mapping[str, Tensor] | None) -> bool:

@@ -122,9 +122,9 @@ class Walk:
         for stream, tokens, limit in zip(STREAMS, sources, (1 << 20, spare, spare), strict=False):
             shape = (*tokens.shape, self.config.hidden)
             at = device_placement.CPU if stream == STREAMS[0] else self.device
-            angles = None if images is None or stream == STREAMS[0] else images.positions(len(tokens))
+            places = None if images is None or stream == STREAMS[0] else images.places(len(tokens))
             paths = [state.folder / f"{stream}-{i}.f32" for i in range(2)]
-            files = [HiddenStates(path, shape, limit // 2, rows, at, angles) for path in paths]
+            files = [HiddenStates(path, shape, limit // 2, rows, at, places) for path in paths]
             self.streams.append((files[0], files[1]))
         if not state.blocks_done:
             self._embed(sources)

@@ -11,23 +11,19 @@ import torch
 from attar.checkpoints import vocabulary
 from attar.checkpoints.sources import hf, opening
 from attar.checkpoints.sources.vision import image_settings, vision_of
-from attar.errors import UserError
 from attar.images.pairs import PairPrompts, read_pairs
 from attar.metrics.images import Seeing, measure_images
 from attar.progress import Progress
 
 
-def check(images: Path, source: Path, to_file: bool) -> None:
-    """Raise UserError, before hours of work, where the model takes no images, its output has no tower, or the folder
-    has no pairs."""
+def check(images: Path, source: Path) -> None:
+    """Raise UserError, before hours of work, where the model takes no images, or the folder has no pairs."""
     image_settings(source)
-    if to_file:
-        raise UserError("option_conflict", "--eval-images: a GGUF file has no vision tower, so it takes no images")
     read_pairs(images)
 
 
 def measure(images: Path, made: Path, source: hf.Checkpoint, report: Progress) -> dict[str, Any]:
-    """Return the figures of the output in the folder `made` against its source, in float32 by the reference on a CPU,
+    """Return the figures of the output `made` against its source, in float32 by the reference on a CPU,
     and warnings about pairs that were left out."""
     path = source.folder.path
     pairs = PairPrompts(images, image_settings(path), vocabulary.tokenizer(path), source.config.context)

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from attar.checkpoints.convert.towers import left_out
 from attar.checkpoints.gguf.writer import atomic_file, output_path
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources.hf import Checkpoint
@@ -28,6 +29,7 @@ from attar.compression.calibration.texts import Calibration
 from attar.compression.memory import large_blocks_apart
 from attar.compression.outputs import towers
 from attar.compression.outputs.folder import FolderOutput
+from attar.compression.outputs.gguf import GgufOutput
 from attar.compression.recipe.recipe import Recipe
 from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.request.request import CompressionRequest, Target
@@ -135,7 +137,7 @@ def compress_request(request: CompressionRequest, progress: Progress | None = No
     require_texts(request)
     source, choice = open_source(request), None
     if request.evaluation_images is not None:
-        image_cost.check(request.evaluation_images, source.folder.path, request.to_file)
+        image_cost.check(request.evaluation_images, source.folder.path)
     if tries is not None:
         choice = _choice(request, source, tries, report)
         request = replace(request, recipe=choice.winner, calibration=choice.calibration)
@@ -261,7 +263,10 @@ def _finished(
     trial: bool,
 ) -> Compressed:
     """Write the receipt and the model card; return the output's cost and its notes."""
-    output, about, cost, seen = run.output, dict(run.state.about), run.measure(), run.measure_images()
+    output = run.output
+    if isinstance(output, GgufOutput) and not trial:
+        output.tower.write(run.work.out)
+    about, cost, seen = dict(run.state.about), run.measure(), run.measure_images()
     share = run.shared(next((search.read for search in (choice, chosen) if search is not None), run.given))
     warnings, kinds = run.warnings(share), domain.to_dict(run.surprise, share)
     if chosen is not None and reached is not None:
@@ -270,10 +275,9 @@ def _finished(
     tower = output.tower if isinstance(output, FolderOutput) else None
     if copied := towers.copied(run.source, tower):
         about["copied"] = copied
-    vision, doubt = None, ""
-    if isinstance(output, FolderOutput) and not trial:
-        vision, doubt = tower_cost.measure(run.made, run.source, tower)
+    vision, doubt = (None, "") if trial else tower_cost.measure(run.made, run.source, tower)
     warnings += (doubt,) if doubt else ()
+    warnings += left_out(run.source.folder.path)
     about.pop("vision", None)
     about |= {} if vision is None else {"vision": vision}
     if run.request.as_draft:

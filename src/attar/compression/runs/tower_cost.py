@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from attar.checkpoints.folder import Folder
 from attar.checkpoints.receipts import vision_probe
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.sources.vision import load_vision
@@ -21,14 +20,14 @@ from attar.model.vision.model import VisionModel
 
 
 def measure(made: Path, source: Checkpoint, tower: QuantizedTower | None) -> tuple[dict[str, Any] | None, str]:
-    """Return what the receipt says of the tower in the folder `made`, and a warning or "".
+    """Return what the receipt says of the tower of `made`, and a warning or "".
 
     It has the scheme, the probe, and of a quantized tower the mean relative error of the rows of a generated image, in
     float32 by the reference. None for a model without a tower, for one that attar does not read and so copies without
     looking, and with a warning for one whose rows are not finite.
     """
     try:
-        vision = load_vision(Folder(made), torch.float32)
+        vision = load_vision(made, torch.float32)
     except UserError:
         if tower is not None:
             raise
@@ -54,4 +53,4 @@ def _native(made: Path, vision: VisionModel) -> VisionModel | None:
     store = dispatch.store("int8")
     if not isinstance(store, CpuWeights) or not any(isinstance(each.weight, PackedTensor) for each in vision.linears()):
         return None
-    return load_vision(Folder(made), torch.float32, store)
+    return load_vision(made, torch.float32, store)

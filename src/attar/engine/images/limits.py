@@ -6,9 +6,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-from attar.checkpoints import vocabulary
-from attar.checkpoints.folder import Folder
-from attar.checkpoints.sources.vision import VisionFiles, vision_config
+from attar.checkpoints.sources.vision import tower_at
 from attar.errors import UserError
 from attar.formats.scheme import ITEM_BITS
 from attar.kv import schemes
@@ -52,12 +50,10 @@ def against_images(config: VisionConfig, device: str, processes: int, draft: str
 
 
 def tower_of(path: Path) -> tuple[VisionConfig | None, str]:
-    """Return the vision tower that a checkpoint has, None without one and for GGUF files, and why one that there is
-    cannot be used."""
-    if vocabulary.is_gguf(path):
-        return None, ""
+    """Return the vision tower that a checkpoint has, None without one, and why one that there is cannot be used."""
     try:
-        return vision_config(Folder(path)), ""
+        eyes = tower_at(path)
+        return None if eyes is None else eyes.config, ""
     except UserError as error:
         return None, str(error)
 
@@ -77,12 +73,14 @@ def no_images(settings: Settings, config: VisionConfig) -> str | None:
 
 
 def tower_bytes(config: VisionConfig, dtype: str, path: Path | None = None) -> int:
-    """Return the bytes of the weights of a tower and its projector: of linears that the folder `path` holds quantized
+    """Return the bytes of the weights of a tower and its projector: of linears that the model at `path` holds quantized
     as they are stored, of all others in `dtype`. Headers are enough. Raises CheckpointError as loading does."""
     total = sum(math.prod(shape) for _, _, shape in tensors(config)) * ITEM_BITS[dtype] // 8
     if path is None:
         return total
-    files = VisionFiles(Folder(path))
+    eyes = tower_at(path)
+    assert eyes is not None, f"{path} has no tower"
+    files = eyes.files
     at = prefixes(config, files)
     for part, name, shape in linears(config):
         if (scheme := files.scheme_of(at[part] + name)) is not None:

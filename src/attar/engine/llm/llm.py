@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attar.checkpoints import vocabulary
+from attar.checkpoints import image_settings
 from attar.checkpoints.adapters import lora
 from attar.checkpoints.generation_config import sampling as recommended
 from attar.checkpoints.sources import hub
@@ -29,7 +29,6 @@ from attar.engine.loader import Parallel, load_model
 from attar.engine.speculation import drafter
 from attar.errors import UserError
 from attar.execution import kv_cache
-from attar.images.settings import read_settings
 from attar.kernels import dispatch
 from attar.kv.eviction import parse_all
 from attar.kv.schemes import scheme
@@ -337,7 +336,7 @@ class LLM:
 
     @cached_property
     def _image_prompts(self) -> ImagePrompts | None:
-        settings = None if vocabulary.is_gguf(self.model.path) else read_settings(self.model.path)
+        settings = image_settings.read(self.model.path)
         return None if settings is None else ImagePrompts(settings, self.tokenizer)
 
     def _decoded(self, given: Sequence[Any]) -> tuple[ImageInput, ...]:
@@ -404,7 +403,7 @@ class LLM:
         self, prompt: Prompt, images: tuple[ImageInput, ...], params: SamplingParams | None,
         constraint: Constraint | None,
     ) -> Answer:  # fmt: skip
-        ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, bool(images))
         own = (params or SamplingParams(**self.sampling)).seeded()
         if len(ids) >= (most := self._room(own)):
             raise UserError(
@@ -420,13 +419,15 @@ class LLM:
         eviction = next(named, None)
         return self.context if eviction is None else eviction.longest(self.context)
 
-    def _checked(self, token_ids: Sequence[int]) -> list[int]:
-        """Return token ids as a list, each in the vocabulary; for an empty prompt, the model's BOS."""
+    def _checked(self, token_ids: Sequence[int], images: bool = False) -> list[int]:
+        """Return token ids as a list, each in the vocabulary; for an empty prompt, the model's BOS. With `images` the
+        image token may lie behind the vocabulary."""
         ids = [int(i) for i in token_ids] or list(self.decoder.config.bos_ids[:1])
         if not ids:
             raise UserError("prompt_empty", "the prompt is empty and the model has no BOS token to begin from")
         vocab = self.decoder.config.vocab_size
-        if not all(0 <= i < vocab for i in ids):
+        also = self.model.tower.image_token if images and self.model.tower is not None else None
+        if not all(0 <= i < vocab or i == also for i in ids):
             raise UserError("token_out_of_vocabulary", f"a token id lies outside the model's vocabulary 0..{vocab - 1}")
         return ids
 

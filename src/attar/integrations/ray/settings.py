@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from attar.images.settings import read_settings
+from attar.checkpoints import image_settings
 from attar.protocol.settings import Settings
 from attar.server.admission.rate_limits import KeyLimits
 from attar.server.http.security import Keys, find_keys
@@ -50,7 +50,7 @@ class HttpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.max_requests, KeyLimits(self.requests_per_key, self.tokens_per_minute), self.deadline,
             self.drain_seconds, self.template_date, self.sampling, self.aliases, self.root_path, self.response_store,
             self.reasoning, self.request_metrics,
-            read_settings(Path(self.path)) if self.images else None,
+            image_settings.read(Path(self.path)) if self.images else None,
         )  # fmt: skip
 
     @classmethod

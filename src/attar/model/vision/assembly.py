@@ -19,6 +19,7 @@ from attar.model.vision.tower import Tower, VisionLayer
 
 LISTED = 5  # missing tensors that a message names
 STORED = ("float32", "float16", "bfloat16", "float64")
+EPS_DOWNSAMPLED = 1e-5  # of the norm in VILA's projector: torch's default
 PACKED = "packed"
 """What `Source.shape` says in place of a dtype, of the weight of a quantized linear."""
 
@@ -100,6 +101,10 @@ def _projector(config: VisionConfig) -> Iterator[tuple[str, str, tuple[int, ...]
     elif config.connector == "mlp":
         yield from _linear("projector", "linear_1", config.out, hidden, config.projector_bias)
         yield from _linear("projector", "linear_2", config.out, config.out, config.projector_bias)
+    elif config.connector == "downsample":
+        yield from _norm(config, "projector", "norm", merged)
+        yield from _linear("projector", "linear_1", config.out, merged)
+        yield from _linear("projector", "linear_2", config.out, config.out)
     elif config.connector == "merge":
         yield from _norm(config, "projector", "ln_q", hidden)
         yield from _linear("projector", "mlp.0", merged, merged)
@@ -243,6 +248,9 @@ def _build_projector(config: VisionConfig, weights: _Weights) -> Projector:
     if config.connector == "mlp":
         linears = tuple(weights.linear("projector", name, config.projector_bias) for name in ("linear_1", "linear_2"))
         return Projector(config, linears, None, weights.tensor("outer", "image_newline") if config.newline else None)
+    if config.connector == "downsample":
+        linears = tuple(weights.linear("projector", name) for name in ("linear_1", "linear_2"))
+        return Projector(config, linears, weights.norm(config, "projector", "norm", EPS_DOWNSAMPLED))
     if config.connector == "merge":
         linears = tuple(weights.linear("projector", name) for name in ("mlp.0", "mlp.2"))
         return Projector(config, linears, weights.norm(config, "projector", "ln_q"))

@@ -15,7 +15,7 @@ from attar.model.fields import COUNT, EPSILON, Fields
 from attar.model.vision.wrappers import OUTSIDE
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
-Connector = Literal["shuffle", "mlp", "merge", "pool"]
+Connector = Literal["shuffle", "mlp", "merge", "pool", "downsample"]
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
@@ -97,7 +97,7 @@ class VisionConfig:
             return f"heads of {self.hidden // self.heads} columns cannot turn by height and width"
         if self.image_size % self.patch and self.connector in ("shuffle", "pool"):
             return f"patches of {self.patch} pixels do not divide a side of {self.image_size}"
-        if self.image_size and self.side % self.factor:
+        if self.image_size and self.side % self.factor and self.connector != "downsample":
             return f"{self.side} patches of a side cannot be merged by {self.factor}"
         if self.window % self.factor:
             return f"a window of {self.window} patches cannot be merged by {self.factor}"
@@ -107,6 +107,11 @@ class VisionConfig:
     def side(self) -> int:
         """Patches of a tile's side."""
         return self.image_size // self.patch
+
+    @property
+    def rows_side(self) -> int:
+        """Rows of a tile's side: blocks of factor x factor patches, of which the last may reach over the margin."""
+        return -(-self.side // self.factor)
 
     @property
     def head_dim(self) -> int:
@@ -240,6 +245,12 @@ def _llava_next(f: Fields, v: Fields, out: int) -> VisionConfig:
     return replace(_llava(f, v, out), newline=True)
 
 
+def _llava_downsample(f: Fields, v: Fields, out: int) -> VisionConfig:
+    """Read LLaVA whose projector normalizes and reads 2 x 2 patches at a time (VILA, as `attar convert` writes it)."""
+    factor = Fields(f.data, {"downsample_factor": 2}).integer("downsample_factor", low=2, high=64)
+    return replace(_llava(f, v, out), connector="downsample", factor=factor)
+
+
 def _gemma3(f: Fields, v: Fields, out: int) -> VisionConfig:
     """Read SigLIP whose patches are averaged to `mm_tokens_per_image` rows."""
     base = _base(f, v, out, _LLAVA, 262144)
@@ -304,6 +315,7 @@ READERS: Mapping[str, tuple[Mapping[str, object], tuple[float, ...], tuple[float
     "SmolVLMForConditionalGeneration": (_IDEFICS_DEFAULTS, HALF, HALF, _idefics3),
     "LlavaForConditionalGeneration": ({**SIGLIP, "patch_size": 32}, CLIP_MEAN, CLIP_STD, _llava),
     "LlavaNextForConditionalGeneration": ({**SIGLIP, "patch_size": 32}, CLIP_MEAN, CLIP_STD, _llava_next),
+    "LlavaDownsampleForConditionalGeneration": (SIGLIP, HALF, HALF, _llava_downsample),
     "Qwen2VLForConditionalGeneration": (_QWEN2_DEFAULTS, CLIP_MEAN, CLIP_STD, _qwen2),
     "Qwen2_5_VLForConditionalGeneration": (_QWEN25_DEFAULTS, CLIP_MEAN, CLIP_STD, _qwen25),
     "Gemma3ForConditionalGeneration": (SIGLIP, HALF, HALF, _gemma3),
@@ -315,5 +327,5 @@ _OF_KIND: Mapping[str, str] = {
     "idefics3": "Idefics3ForConditionalGeneration", "smolvlm": "SmolVLMForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration", "llava_next": "LlavaNextForConditionalGeneration",
     "qwen2_vl": "Qwen2VLForConditionalGeneration", "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-    "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration", "llava_downsample": "LlavaDownsampleForConditionalGeneration",
 }  # fmt: skip

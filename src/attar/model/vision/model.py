@@ -126,7 +126,7 @@ class VisionModel:
         if (height, width) != (config.image_size, config.image_size):
             said = f"tiles of {height} x {width} pixels: the tower takes {config.image_size} x {config.image_size}"
             raise UserError("image_invalid", said)
-        side = config.side // config.factor
+        side = config.rows_side
         if not config.newline:
             return tiles * side * side
         if tiles == 1:

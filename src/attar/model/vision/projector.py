@@ -37,6 +37,14 @@ class Projector:
             side = config.side // config.factor
             blocks = x.view(side, config.factor, side, config.factor, -1).transpose(1, 2)
             return blocks.reshape(side * side, -1)
+        if config.connector == "downsample":  # the patches that lack at the right and below count as zeros
+            assert self.norm is not None
+            side, lacking = config.rows_side, -config.side % config.factor
+            grid = F.pad(x.view(config.side, config.side, -1), (0, 0, 0, lacking, 0, lacking))
+            blocks = grid.view(side, config.factor, side, config.factor, -1).transpose(1, 2).reshape(side * side, -1)
+            for rows in tiles(len(blocks)):
+                blocks[rows] = normed(blocks[rows], self.norm)
+            return blocks
         if config.connector == "merge":  # the norm is of single patches
             assert self.norm is not None
             for rows in tiles(len(x)):

@@ -61,6 +61,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "SmolVLMForConditionalGeneration": Wrapper(LLAMA, (("model.", "model.text_model."),)),
     "LlavaForConditionalGeneration": Wrapper(COMMON_TEXTS, NESTED, tied_within=True),
     "LlavaNextForConditionalGeneration": Wrapper(COMMON_TEXTS, NESTED),
+    "LlavaDownsampleForConditionalGeneration": Wrapper(COMMON_TEXTS, NESTED, tied_within=True),
     "Qwen2VLForConditionalGeneration": Wrapper(
         {"qwen2_vl_text": "Qwen2ForCausalLM"}, NESTED, tied_within=True, defaults=QWEN
     ),
@@ -68,7 +69,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
         {"qwen2_5_vl_text": "Qwen2ForCausalLM"}, NESTED, tied_within=True, defaults=QWEN
     ),
 }
-"""Architectures whose language model is that of a family of its own."""
+"""Architectures whose language model is that of a family of its own. The one with `Downsample` in its name is attar's:
+`attar convert` writes VILA so."""
 
 _LLAVA = ("vision_tower", "multi_modal_projector")
 OUTSIDE: Mapping[str, tuple[str, ...]] = {
@@ -76,18 +78,29 @@ OUTSIDE: Mapping[str, tuple[str, ...]] = {
     "SmolVLMForConditionalGeneration": ("vision_model", "connector"),
     "LlavaForConditionalGeneration": _LLAVA,
     "LlavaNextForConditionalGeneration": _LLAVA,
+    "LlavaDownsampleForConditionalGeneration": _LLAVA,
     "Gemma3ForConditionalGeneration": _LLAVA,
     "Qwen2VLForConditionalGeneration": ("visual",),
     "Qwen2_5_VLForConditionalGeneration": ("visual",),
 }
 """Modules of an architecture that are no part of its language model: all that lies within them stays in 16 bits."""
 
+VILA = ("LlavaLlamaModel", "LlavaTopDownLlamaModel", "VILAForCausalLM", "VILAForConditionalGeneration")
+VILA_PARTS = ("llm_cfg", "vision_tower_cfg", "mm_projector_cfg")
+VILA_CONVERTED = "VILA's folders of language model, tower and projector are read by `attar convert FOLDER OUT` alone"
+
 REFUSED: Mapping[str, str] = {
     "PaliGemmaForConditionalGeneration": "PaliGemma reads the whole prompt in both directions",
-    "LlavaLlamaModel": "VILA's folders, one each for language model, tower and projector, are not read",
-    "LlavaTopDownLlamaModel": "VILA's folders, one each for language model, tower and projector, are not read",
+    **dict.fromkeys(VILA, VILA_CONVERTED),
 }
 """Architectures that are known and not supported, each with the reason."""
+
+
+def is_vila(config: Mapping[str, object]) -> bool:
+    """Return whether a config.json is that of VILA's three folders."""
+    names = config.get("architectures")
+    named = isinstance(names, list) and any(each in VILA for each in names)
+    return named or all(key in config for key in VILA_PARTS)
 
 
 def refuse(architecture: str) -> None:
