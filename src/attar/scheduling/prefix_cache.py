@@ -38,6 +38,7 @@ from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.image_ids import ImageIds
 
 REMEMBERED = 4096
+MAX_TOLD = 1 << 21  # tokens of `last_used`
 _tokens = attrgetter("tokens")
 
 
@@ -219,7 +220,7 @@ class PrefixCache:
 
     def last_used(self, most: int) -> list[tuple[bytes, array[int]]]:
         """Return salt and tokens of the beginnings that were used last, of at most `most` blocks together, all whole.
-        The last used is the first."""
+        The last used is the first. They have at most `MAX_TOLD` tokens, those that they share counted each time."""
         chosen, size = dict[Node, int](), self.pool.size
         for node in reversed(self._order):  # parents first
             if (whole := min(len(node.tokens) // size, most)) > 0:
@@ -228,7 +229,15 @@ class PrefixCache:
             if not most:
                 break
         inner = {node.parent for node in chosen}
-        return [self._beginning(node, blocks * size) for node, blocks in chosen.items() if node not in inner]
+        found: list[tuple[bytes, array[int]]] = []
+        left = MAX_TOLD
+        for node, blocks in chosen.items():
+            if node not in inner:
+                found.append(self._beginning(node, blocks * size))
+                left -= len(found[-1][1])
+                if left < 0:
+                    return found[:-1]
+        return found
 
     def nodes(self) -> Iterator[tuple[bytes, array[int], Node]]:
         """Yield every node, parents first, with its salt and the tokens from the root to its own first."""

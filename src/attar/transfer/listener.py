@@ -28,7 +28,6 @@ from attar.transfer.credentials import Credentials
 from attar.transfer.header import BlockHeader, BlockMismatch, Names, Origin
 from attar.transfer.wire import (
     LOOK_SECONDS,
-    MAX_MESSAGE,
     PREFILL,
     Address,
     Blocks,
@@ -236,15 +235,12 @@ class PrefillListener:
             raise
 
     def _tell_hottest(self, wire: Wire, ask: Hottest) -> None:
-        """Say which beginnings of prompts were used last, of tokens that a message holds."""
-        asked, left, told = HottestAsked(ask.blocks), MAX_MESSAGE // 2, list[tuple[bytes, bytes]]()
+        """Say which beginnings of prompts were used last."""
+        asked = HottestAsked(ask.blocks)
         self._tell(asked)
-        for salt, tokens in self._reply(wire, asked.reply, LEASE_SECONDS):
-            left -= len(salt) + 4 * len(tokens)
-            if left < 0:
-                break
-            told.append((salt, tokens.tobytes()))
-        wire.send(Prefixes(tuple(told)), time.monotonic() + LEASE_SECONDS)
+        found = self._reply(wire, asked.reply, LEASE_SECONDS)
+        told = tuple((salt, tokens.tobytes()) for salt, tokens in found)
+        wire.send(Prefixes(told), time.monotonic() + LEASE_SECONDS)
 
     def _reply(self, wire: Wire, reply: queue.SimpleQueue[T], seconds: float) -> T:
         """Wait for the engine's thread. Raises Gone where the other side goes meanwhile."""

@@ -26,6 +26,7 @@ from attar.engine.engine import Engine
 from attar.model.decoder import Decoder
 from attar.protocol.messages import Event, Finished, Submit
 from attar.protocol.request import SamplingParams
+from attar.scheduling import prefix_cache
 from attar.transfer.header import BlockHeader, Names
 from attar.transfer.wire import Address, Blocks, Greeting, Hottest, Prefill, Prefixes, Wire
 from tests.engine.blocks.test_peers import PROMPT, counts, engine_of, greeted, prefiller, question, wait
@@ -137,6 +138,17 @@ def test_the_last_used_come_first_and_no_more_than_half_of_the_cache(decoder: De
         assert before[0][1] == array("i", asks[0].prompt[:128])
         assert source.cache.last_used(ROOM) == before, "what is taken over counts as used"
         end(made)
+
+
+def test_the_list_is_bounded(decoder: Decoder, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts that share a block have three blocks together, and four in a list of both."""
+    asks = [Submit(str(at), (*range(5, 5 + BLOCK), *(at + each for each in range(5, 75))), GREEDY) for at in range(2)]
+    source = engine_of(decoder, peer=sibling(folder / "old"))
+    run(source, asks)
+    assert [len(tokens) for _, tokens in source.cache.last_used(ROOM)] == [2 * BLOCK, 2 * BLOCK]
+    monkeypatch.setattr(prefix_cache, "MAX_TOLD", 4 * BLOCK - 1)
+    assert [tuple(tokens) for _, tokens in source.cache.last_used(ROOM)] == [asks[1].prompt[: 2 * BLOCK]]
+    end(source)
 
 
 def test_nothing_is_evicted_and_nothing_is_asked_for_twice(decoder: Decoder, folder: Path) -> None:
