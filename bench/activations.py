@@ -19,7 +19,8 @@ from typing import get_args
 import torch
 
 from attar.checkpoints.sources import hf, hub
-from attar.compression.calibration.texts import Amount, sample_from
+from attar.compression.calibration.amount import Amount
+from attar.compression.calibration.texts import sample_from
 from attar.compression.runs.pipeline import compress
 from attar.kernels import dispatch
 from attar.metrics.bootstrap import paired_bootstrap_ratio

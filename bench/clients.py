@@ -38,7 +38,7 @@ REAL = "Qwen2.5-Coder-0.5B-Instruct-Q4_K_M.gguf"
 ISOLATED = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 CONTEXT = 8192
 START_SECONDS = 120.0
-SET_UP_SECONDS = 1200.0
+SET_UP_SECONDS = 3600.0
 NOWHERE = "http://127.0.0.1:9"
 
 
@@ -110,7 +110,11 @@ def set_up(name: str) -> bool:
              "--requirement", str(lock)],
         ]  # fmt: skip
     for step in steps:
-        done = subprocess.run(step, capture_output=True, text=True, timeout=SET_UP_SECONDS)
+        try:
+            done = subprocess.run(step, capture_output=True, text=True, timeout=SET_UP_SECONDS)
+        except subprocess.TimeoutExpired:
+            print(f"{name} could not be set up: no end in {SET_UP_SECONDS:.0f} s", flush=True)
+            return False
         if done.returncode:
             print(f"{name} could not be set up:\n{(done.stdout + done.stderr)[-2000:]}", flush=True)
             return False

@@ -41,6 +41,7 @@ from torch import Tensor
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources import hf, hub
 from attar.compression.calibration import texts as calibrate
+from attar.compression.calibration.amount import Amount
 from attar.compression.recipe.recipe_file import recipe_from_dict
 from attar.compression.request.request import CompressionRequest
 from attar.compression.runs.pipeline import compress_request
@@ -177,7 +178,7 @@ def compare(source: Path, label: str, place: Path, args: argparse.Namespace) -> 
 def texts(source: Path, decoder: Decoder, args: argparse.Namespace) -> tuple[list[list[int]], list[list[int]]]:
     """Token sequences to calibrate on and to score on."""
     if args.text is None:
-        amounts = (calibrate.Amount(SAMPLES, LENGTH, args.seed + i) for i in range(2))
+        amounts = (Amount(SAMPLES, LENGTH, args.seed + i) for i in range(2))
         calibration, held_out = (calibrate.sample_from(decoder, amount).tolist() for amount in amounts)
         return calibration, held_out
     tokenizer = Tokenizer.load(source)

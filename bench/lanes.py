@@ -55,6 +55,7 @@ from outliers import KINDS, inject
 from attar.checkpoints import inspect
 from attar.checkpoints.sources import hf, hub
 from attar.compression.calibration import texts as calibrate
+from attar.compression.calibration.amount import Amount
 from attar.compression.recipe.recipe import Recipe
 from attar.compression.recipe.recipe_file import recipe_from_dict
 from attar.compression.request.request import CompressionRequest
@@ -259,7 +260,7 @@ def texts(
             raise SystemExit("--final is for texts that settings were chosen by, and there is no test data")
         print("no test data: all texts are sampled from the model")
         decoder = hf.load(source, torch.float32)
-        amounts = [calibrate.Amount(n, LENGTH, seed + i) for i, n in enumerate((samples, tokens // LENGTH))]
+        amounts = [Amount(n, LENGTH, seed + i) for i, n in enumerate((samples, tokens // LENGTH))]
         calibration, held_out = (calibrate.sample_from(decoder, amount).tolist() for amount in amounts)
         return Texts(calibration, {"its own": held_out})
     tokenizer = Tokenizer.load(source)
@@ -311,7 +312,7 @@ def run(name: str, lane: Lane, original: Path, read: Texts, place: Path, args: a
         if not source.exists():  # the same in a kept folder
             inject(original, source, kinds=args.kinds)
     decoder = hf.load(source, torch.float32)
-    amount = calibrate.Amount(seed=args.seed, drawn=args.drawn)
+    amount = Amount(seed=args.seed, drawn=args.drawn)
     more = calibrate.sample_from(decoder, amount.besides(LENGTH)).tolist() if args.drawn else []
     count = len(read.calibration) + len(more)
     print(f"\n{name}: calibrated on {count} x {LENGTH} tokens, scored on {args.tokens:,} of each text")

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from attar.checkpoints.sources import hf, hub
 from attar.compression.calibration import texts
+from attar.compression.calibration.amount import Amount
 from attar.model.cache import ForwardBatch
 
 KINDS = "abcd"
@@ -34,7 +35,7 @@ CHANNELS = 6  # of a norm, and of up
 VALUES, PAIRS = 2, 2  # of each head
 COMPONENTS = 3
 SMALLEST, LARGEST = 20.0, 100.0
-AMOUNT = texts.Amount(8, 128)  # of text that shows the components
+AMOUNT = Amount(8, 128)  # of text that shows the components
 READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),

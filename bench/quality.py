@@ -17,7 +17,8 @@ import torch
 from outliers import inject
 
 from attar.checkpoints.sources import hf, hub
-from attar.compression.calibration.texts import Amount, sample_from
+from attar.compression.calibration.amount import Amount
+from attar.compression.calibration.texts import sample_from
 from attar.compression.runs.pipeline import compress
 from attar.metrics.bootstrap import paired_bootstrap_ratio
 from attar.metrics.measure import Report, measure

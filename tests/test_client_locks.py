@@ -1,10 +1,14 @@
-"""The locks of `make test-clients`: each client has one, every package in it has hashes, and none names a host."""
+"""The locks of `make test-clients`: each client has one, every package in it has hashes, and none names a host. And how
+environments are made of them."""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
+from pathlib import Path
 
+import clients
 import pytest
 from client_programs.catalog import CLIENTS, HERE, LOCKS
 
@@ -26,3 +30,15 @@ def test_lock(name: str) -> None:
         assert entries
         assert all(HASHED.fullmatch(each) for each in entries)
     assert "://" not in text
+
+
+def test_a_set_up_that_does_not_end_is_told_and_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def endless(command: list[str], timeout: float, **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(clients, "BUILD", tmp_path)
+    monkeypatch.setattr(subprocess, "run", endless)
+    assert not clients.set_up("openai")
+    assert "openai could not be set up: no end in" in capsys.readouterr().out

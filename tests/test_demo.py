@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from attar import demo
 from attar.cli.main import app
 from attar.cli.terminal import BAD_INPUT
-from attar.compression.calibration.texts import Amount
+from attar.compression.calibration.amount import Amount
 from attar.protocol.request import SamplingParams
 
 

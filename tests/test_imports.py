@@ -89,7 +89,7 @@ def test_import_attar_is_quick_and_loads_nothing_heavy() -> None:
             "attar.plan.fit",
         ),
         *("attar.protocol.request", "attar.scheduling.scheduler", "attar.protocol.settings", "attar.server.supervisor"),
-        *("attar.cli.main", "attar.load.sweep"),
+        *("attar.cli.main", "attar.load.sweep", "attar.compression.runs.mistakes"),
     ],
 )
 def test_the_torch_free_island_stays_so_when_run(module: str) -> None:

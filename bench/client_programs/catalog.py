@@ -15,12 +15,13 @@ class Client:
 
     `packages`: what a user installs, the client itself first; a lock has all that these need.
     `program`: a file of `python/` or `node/`.
+    `seconds`: a limit for a program that hangs; on a busy machine imports alone take minutes.
     `expected`: checks that fail for a known reason, and the reason; such a check must fail.
     """
 
     packages: tuple[str, ...]
     program: str
-    seconds: float = 120.0
+    seconds: float = 900.0
     expected: dict[str, str] = field(default_factory=dict)
 
     @property

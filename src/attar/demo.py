@@ -19,6 +19,7 @@ import torch
 from attar import LLM, SamplingParams
 from attar.checkpoints.sources import hf, hub
 from attar.compression.calibration import texts as calibrate
+from attar.compression.calibration.amount import Amount
 from attar.compression.request.request import CompressionRequest
 from attar.compression.runs.pipeline import compress_request
 from attar.errors import UserError
@@ -30,8 +31,8 @@ ORIGINAL = "bf16"
 RECIPES = ("rtn-w4g128", "awq-w4g128", "gptq-w4g128")
 PROMPT = "It was a dark and stormy night, and"
 GREEDY = SamplingParams(max_tokens=48, temperature=0.0)
-CALIBRATION = calibrate.Amount(64, 512, seed=0)
-HELD_OUT = calibrate.Amount(32, 512, seed=1)
+CALIBRATION = Amount(64, 512, seed=0)
+HELD_OUT = Amount(32, 512, seed=1)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def demonstrate(folder: Path | None, progress: Progress, overwrite: bool = False
     source = hub.resolve("demo")
     decoder = hf.load(source, torch.float32)
 
-    def sample(stage: str, amount: calibrate.Amount) -> list[list[int]]:
+    def sample(stage: str, amount: Amount) -> list[list[int]]:
         return calibrate.sample_from(decoder, amount, progress=lambda d, t: progress(stage, d, t)).tolist()
 
     calibration, held_out = sample("sampling", CALIBRATION), sample("sampling test", HELD_OUT)

@@ -118,8 +118,8 @@ def write_whole(path: Path, text: bytes, mode: int = 0o666) -> None:
         raise
 
 
-def remove_private_folder(path: Path, file: str) -> None:
-    """Remove the folder that `private_folder` made, and the one file expected in it.
+def remove_private_folder(path: Path, *files: str) -> None:
+    """Remove the folder that `private_folder` made, and the files expected in it.
 
     A folder that cannot be removed, or that something else has replaced, stays: nothing is raised, and no link is
     followed.
@@ -129,8 +129,9 @@ def remove_private_folder(path: Path, file: str) -> None:
         try:
             if not _is_private(os.fstat(folder)):
                 return
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(file, dir_fd=folder)
+            for file in files:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(file, dir_fd=folder)
         finally:
             os.close(folder)
         path.rmdir()

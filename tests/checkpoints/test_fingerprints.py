@@ -97,3 +97,14 @@ def test_adapters_are_part_of_it(model: Path, tmp_path: Path) -> None:
     (tmp_path / "tone" / "adapter_config.json").write_text("{ }")
     with user_error("checkpoint_changed"):
         require_unchanged(asked.files, asked.folders)
+
+
+def test_the_vision_tower_beside_a_gguf_file_counts(tmp_path: Path) -> None:
+    file, tower = tmp_path / "one.gguf", tmp_path / "mmproj-one.gguf"
+    file.write_bytes(b"model")
+    without, alone = content_hashes([str(file)]), fingerprints([str(file)])
+    tower.write_bytes(b"tower")
+    assert content_hashes([str(file)]) != without
+    assert fingerprints([str(file)]).keys() == alone.keys() | {str(tower)}
+    (tmp_path / "mmproj-two.gguf").write_bytes(b"another's")
+    assert fingerprints([str(file)]).keys() == alone.keys() | {str(tower)}

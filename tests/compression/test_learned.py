@@ -12,7 +12,8 @@ from torch import Tensor
 
 from attar.checkpoints.sources import hf
 from attar.checkpoints.sources.hf import Checkpoint
-from attar.compression.calibration.texts import Amount, sample_from
+from attar.compression.calibration.amount import Amount
+from attar.compression.calibration.texts import sample_from
 from attar.compression.recipe.methods import Tune
 from attar.compression.recipe.recipe_file import recipe_from_dict
 from attar.compression.runs.pipeline import compress

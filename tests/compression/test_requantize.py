@@ -13,8 +13,8 @@ from attar.checkpoints.convert.run import convert
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.receipts.receipt import known, read_receipt
 from attar.checkpoints.receipts.verify import verify
+from attar.compression.calibration.amount import Amount
 from attar.compression.calibration.importance import make as imatrix
-from attar.compression.calibration.texts import Amount
 from attar.compression.request.request import CompressionRequest, Target
 from attar.compression.runs.pipeline import Compressed, compress, compress_request
 from tests.errors import user_error

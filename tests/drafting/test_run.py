@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from attar.checkpoints.receipts import receipt
-from attar.compression.calibration.texts import Amount, sample_from, token_hash
+from attar.compression.calibration.amount import Amount
+from attar.compression.calibration.texts import sample_from, token_hash
 from attar.compression.training.trainable_model import schedule
 from attar.drafting.eagle import EagleLearner
 from attar.drafting.medusa import DECAY, MedusaLearner

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from array import array
+from collections.abc import Collection
 
 import pytest
 from hypothesis import settings
@@ -13,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from attar.protocol import block_digests
 from attar.routing.costs import Costs
-from attar.routing.router import BALANCE, SLACK, Asked, Router
+from attar.routing.router import AGAIN, BALANCE, SLACK, Asked, Router
 from tests.routing.simulation import (
     BLOCK,
     ByCost,
@@ -30,6 +31,26 @@ ENGINES = 3
 PLACES = 4
 ROUTING_SECONDS = 1e-3  # of a prompt of 8,192 tokens, hashed, among 8 engines with 10^5 blocks together
 SLOWER = 10  # times that a busy test machine may be
+
+
+def plainly(router: Router, asked: Asked, among: Collection[int], now: float, avoid: Collection[int]) -> int | None:
+    """The decision as the head of `router.py` has it, one engine after another."""
+    loads, costs = router.loads, router.costs
+    able = [each for each in among if loads[each].waiting + asked.choices <= loads[each].places]
+    able = [each for each in able if each not in avoid] or able
+    mean = sum(loads[each].recent(now) for each in among) / max(1, len(among))
+    fair = [each for each in able if loads[each].recent(now) <= BALANCE * mean + SLACK] or able
+
+    def cost(engine: int) -> tuple[float, int, int]:
+        has = set[int]()
+        for digest in asked.digests:
+            if router.prefixes.matched([digest], [engine])[engine] == 0:
+                break
+            has.add(digest)
+        queued = AGAIN * max(1, asked.tokens - len(has) * router.block) + loads[engine].queued
+        return queued * costs.prefill + loads[engine].rows * costs.decode, loads[engine].rows, engine
+
+    return min(fair, key=cost, default=None)
 
 
 class Requests(RuleBasedStateMachine):
@@ -57,10 +78,12 @@ class Requests(RuleBasedStateMachine):
             for at in range(ENGINES)
         ]
         able = {each for each in among if waiting[each] + choices <= PLACES}
+        expected = plainly(self.router, Asked(tokens, range(tokens // 4), choices), among, self.now, avoid)
         found = self.router.route(id, Asked(tokens, range(tokens // 4), choices), among, self.now, avoid)
         if found is None:
             assert not able
             return
+        assert found.engine == expected
         assert found.engine in able
         assert found.engine not in avoid or able <= avoid
         assert 1 <= found.uncached <= tokens == found.uncached + found.cached

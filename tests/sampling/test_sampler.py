@@ -478,6 +478,40 @@ def test_a_greedy_choice_is_the_first_of_the_largest_that_are_allowed(
     assert all(isinstance(draw, BadLogits) for draw in sample(torch.zeros(len(behind), size), behind))
 
 
+WAYS = (
+    {"temperature": 0},
+    {"temperature": 0, "logit_bias": {0: 100.0, 3: -100.0}},
+    {"temperature": 0, "repetition_penalty": 1.5, "presence_penalty": 1.5},
+    {"temperature": 0.7, "frequency_penalty": 0.5, "top_k": 5},
+)
+
+
+@given(st.data(), st.sampled_from([9, 32, 33, 64]), st.sampled_from([torch.float32, torch.float64]))
+def test_penalties_with_masks_choose_as_if_what_is_not_allowed_were_minus_infinity(
+    data: st.DataObject, size: int, dtype: torch.dtype
+) -> None:
+    """The same token, and the same failures, from logits in which the mask was already applied."""
+    rows, masked, plain = [], [], []
+    for seed in range(data.draw(st.integers(1, 4))):
+        source = data.draw(st.randoms(use_true_random=False))
+        row = torch.tensor([float(source.randrange(20)) for _ in range(size)], dtype=dtype)
+        for place, bad in data.draw(st.lists(BAD, max_size=2)):
+            row[place % size] = bad
+        share = source.random()
+        flags = [source.random() < share for _ in range(size)]
+        params = SamplingParams(seed=seed, **data.draw(st.sampled_from(WAYS)))
+        prompt, output = ([source.randrange(size) for _ in range(4)] for _ in range(2))
+        for states, mask in ((masked, Fixed(flags)), (plain, None)):
+            states.append(Sampler(params, prompt, size, mask=mask))
+            for token in output:
+                states[-1].commit(token)
+        rows.append((row, row.masked_fill(~torch.tensor(flags), -INF)))
+    found = sample(torch.stack([row for row, _ in rows]), masked)
+    wanted = sample(torch.stack([row for _, row in rows]), plain)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours == theirs or (isinstance(ours, BadLogits) and isinstance(theirs, BadLogits))
+
+
 def test_a_mask_that_allows_nothing_fails_its_row_alone() -> None:
     mask = Alternating(3)
     mask.allowed = lambda drafts=(): torch.zeros(1, dtype=torch.int32)  # type: ignore[method-assign]

@@ -69,6 +69,24 @@ class Tree(RuleBasedStateMachine):
             assert own == cache_salt
             assert text[:end] == tokens[:end]
 
+    @rule(most=st.integers(0, 14))
+    def last_used(self, most: int) -> None:
+        """Whole blocks of the tree, from the first token on, and none of a node while a newer one is left out."""
+        before, size = list(self.cache._order), self.pool.size
+        chosen = set[tuple[bytes, bytes]]()
+        for cache_salt, tokens in self.cache.last_used(most):
+            assert len(tokens) % size == 0
+            assert self.longest(cache_salt, list(tokens)) == len(tokens) > 0
+            chosen |= {(bytes(cache_salt), tokens[:end].tobytes()) for end in range(size, len(tokens) + 1, size)}
+        assert list(self.cache._order) == before
+        assert len(chosen) == min(most, sum(len(node.tokens) // size for node in before))
+        first = {  # of each node that has a whole block: its first block's beginning
+            node: (bytes(salt), (above + node.tokens[:size]).tobytes())
+            for salt, above, node in self.cache.nodes() if len(node.tokens) >= size
+        }  # fmt: skip
+        taken = [first[node] in chosen for node in before if node in first]
+        assert taken == sorted(taken)
+
     @rule(cache_salt=SALTS, tokens=TOKENS)
     def match(self, cache_salt: bytes, tokens: list[int]) -> None:
         match = self.cache.match(cache_salt, ids(tokens))

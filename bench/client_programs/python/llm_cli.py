@@ -46,7 +46,8 @@ def json_object(at: At) -> None:
 
 
 def tools(at: At) -> None:
-    asked(at, "chat", "--functions", FUNCTION)
+    # By a seed: a call that is cut off, as the embedded model draws some, is an error of `llm`'s, as with OpenAI's API.
+    asked(at, "chat", "--functions", FUNCTION, "--option", "seed", "1")
 
 
 def conversation(at: At) -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from attar.checkpoints.gguf import mmproj
 from attar.checkpoints.gguf.parts import part_paths
 from attar.errors import UserError
 
@@ -59,6 +60,8 @@ def _content(path: Path) -> str:
 def _read_from(path: Path) -> Iterator[Path]:
     if not path.is_dir():
         yield from part_paths(path)
+        if (tower := mmproj.path_of(path)).is_file():
+            yield tower
         return
     yield from sorted({found for pattern in READ for found in path.glob(pattern) if found.is_file()})
 

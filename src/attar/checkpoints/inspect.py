@@ -69,7 +69,7 @@ class Inspection:
         }
 
     def table(self) -> str:
-        at = f"{receipt.receipt_path(self.path).name}: `attar verify` checks it" if self.receipt else "no receipt"
+        at = f"{receipt.receipt_path(self.path).name}: `attar verify` checks it"
         schemes = ", ".join(f"{name} x {count}" for name, count in self.schemes.items())
         lines = [
             f"architecture     {self.architecture}, {self.layers} layers, context {self.context}",
@@ -78,7 +78,7 @@ class Inspection:
             f"bits per weight  {self.bits_per_weight:.4g} in the linears",
             f"bytes            {self.bytes:,}, in {len(self.tensors)} tensors",
             f"recipe           {self.recipe or 'not known'}",
-            f"receipt          {at}",
+            f"receipt          {at if self.receipt else 'none: ' + receipt.why_missing(self.path)}",
             "",
         ]
         width = max(map(len, self.tensors))

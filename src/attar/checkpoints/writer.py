@@ -278,13 +278,13 @@ def atomic_folder(
     target = Path(os.path.realpath(dst))
     partial = target.parent / f".{target.name}.attar-partial"
     work, old = Workspace(partial / "out", partial / "state"), partial / "old"
-    _check_target(target, overwrite, known_by)
+    check_target(target, overwrite, known_by)
     with locked(partial, target, work.out, work.state, old):
         if old.exists() and not target.exists():  # killed between the two renames of `_replace`
             old.rename(target)
         if not work.out.exists():  # killed after them: the state describes a finished run
             remove(old, work.state)
-        _check_target(target, overwrite, known_by)  # again: the previous holder of the lock may have made it
+        check_target(target, overwrite, known_by)  # again: the previous holder of the lock may have made it
         work.out.mkdir(exist_ok=True)
         work.state.mkdir(exist_ok=True)
         if not resumes:
@@ -322,7 +322,8 @@ def locked(partial: Path, target: Path, *folders: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _check_target(target: Path, overwrite: bool, known_by: str) -> None:
+def check_target(target: Path, overwrite: bool, known_by: str = CONFIG) -> None:
+    """Raise CheckpointError where the folder `target` may not be made or replaced, as `atomic_folder` says."""
     if not target.exists():
         return
     if not overwrite:

@@ -11,7 +11,7 @@ import typer
 
 from attar.cli import options
 from attar.cli.commands import configured, flag, option
-from attar.cli.terminal import emit, errors, parse_bytes, progress, tell, tell_doubt
+from attar.cli.terminal import emit, errors, parse_bytes, progress, require, tell, tell_doubt
 from attar.errors import UserError
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def compress(config: CompressConfig) -> None:
     """
     with errors(config.as_json, after_interrupt=RESUME), progress(config.quiet) as bar:
         from attar.compression.request.request import CompressionRequest, default_head, default_recipe
-        from attar.compression.runs.pipeline import compress_request
+        from attar.compression.runs.mistakes import check
 
         request = CompressionRequest(
             config.source, config.output, recipe=config.recipe or default_recipe(config.output, config.as_draft),
@@ -145,6 +145,11 @@ def compress(config: CompressConfig) -> None:
             resume=not config.restart, device=config.device, as_draft=config.as_draft,
             requantize=config.requantize or config.as_draft,
         )  # fmt: skip
+        check(request)
+        require(config.device)
+
+        from attar.compression.runs.pipeline import compress_request  # imports torch, which takes seconds
+
         done = compress_request(request, bar)
         bar.close()
         for line in summary(done):

@@ -127,6 +127,7 @@ def train_draft(config: TrainDraftConfig) -> None:
         from attar.checkpoints import vocabulary
         from attar.checkpoints.sources import hub
         from attar.compression.calibration import texts
+        from attar.compression.calibration.amount import SELF, Amount
         from attar.drafting.run import DraftTraining
         from attar.drafting.run import train_draft as run
 
@@ -135,10 +136,10 @@ def train_draft(config: TrainDraftConfig) -> None:
             None if config.layout is None else config.layout.value, config.loss.value, config.epochs, config.rate,
             config.batch, config.save_every, config.seed,
         )  # fmt: skip
-        if (config.text is None) == (config.calib is None) or config.calib not in (None, texts.SELF):
-            raise UserError("option_conflict", f"give --text FILE, or --calib {texts.SELF} for the model's own text")
+        if (config.text is None) == (config.calib is None) or config.calib not in (None, SELF):
+            raise UserError("option_conflict", f"give --text FILE, or --calib {SELF} for the model's own text")
         path = hub.resolve(config.model)
-        ids: Tensor | texts.Amount = texts.Amount(config.samples, config.length, config.seed)
+        ids: Tensor | Amount = Amount(config.samples, config.length, config.seed)
         if config.text is not None:
             tokenizer = vocabulary.tokenizer(path)
             ids = texts.windows(texts.read(config.text, tokenizer), config.samples, config.length, tokenizer.added_bos)

@@ -44,8 +44,8 @@ class EvalConfig(options.OutputConfig):
     model: options.Model
     text: Annotated[Path | None, option("Data", "FILE", "Held-out text (.txt, .jsonl).")] = None
     task: Annotated[list[str] | None, option(
-        "Task", "NAME", "Task of lm-eval instead of a text: arc, gsm8k, hellaswag, ifeval, lambada, mmlu, piqa, "
-        "truthfulqa or winogrande. NAME=PATH reads its items from files, NAME alone from the Hub.",
+        "Task", "NAME", "Task of lm-eval instead of a text: arc, chartqa, gsm8k, hellaswag, ifeval, lambada, mmlu, "
+        "piqa, truthfulqa or winogrande. NAME=PATH reads its items from files, NAME alone from the Hub.",
     )] = None  # fmt: skip
     images: Annotated[Path | None, option(
         "Data", "FOLDER", "Images with texts instead of a text: a folder whose metadata.jsonl has lines with file_name "

@@ -43,11 +43,8 @@ def inspect(model: options.Model, as_json: options.Json = False) -> None:
     """
     with errors(as_json):
         from attar.checkpoints.inspect import inspect as run
-        from attar.checkpoints.receipts.receipt import missing
 
         found = run(model)
-        if not found.receipt:
-            tell(missing(found.path))
         print(found.table())
         emit(as_json, found.to_dict())
 
@@ -127,8 +124,8 @@ def imatrix(config: ImatrixConfig) -> None:
       attar imatrix demo demo.dat --samples 64
     """
     with errors(config.as_json), progress(config.quiet) as bar:
+        from attar.compression.calibration.amount import Amount
         from attar.compression.calibration.importance import make
-        from attar.compression.calibration.texts import Amount
 
         made = make(
             config.model, config.output, calibration=config.calib,

@@ -27,14 +27,8 @@ from torch import Tensor
 
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.writer import atomic_folder
-from attar.compression.calibration.texts import (
-    Amount,
-    drawn_name,
-    kept_or_drawn,
-    token_hash,
-    within_context,
-    within_vocabulary,
-)
+from attar.compression.calibration.amount import Amount, drawn_name
+from attar.compression.calibration.texts import kept_or_drawn, token_hash, within_context, within_vocabulary
 from attar.compression.training.saves import Saves
 from attar.compression.training.trainable_model import schedule, shuffled
 from attar.drafting.eagle import EagleLearner

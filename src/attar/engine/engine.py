@@ -30,6 +30,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from pathlib import Path
 
 from attar.engine.blocks.moves import BlockMoves
 from attar.engine.bottleneck import Bottlenecks
@@ -180,6 +181,12 @@ class Engine:
     def cancel(self, id: str) -> None:
         """Cancel a request; its `Failed` comes with the next events."""
         self.requests.fail(id, "cancelled")
+
+    def take_over(self, path: Path) -> None:
+        """Take over cached blocks of the replica that answers at `path`; unless others may take over this one's,
+        nothing."""
+        if self.moves is not None and self.moves.handover is not None:
+            self.moves.handover.begin(path)
 
     def close(self) -> list[Event]:
         """End everything."""

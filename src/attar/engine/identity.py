@@ -56,8 +56,8 @@ def bits_of(settings: Settings, model: LoadedModel) -> str:
 
 
 def _plain(settings: Settings) -> Settings:
-    """Return settings without those of KV transfer and the disk cache, on which no bits depend."""
+    """Return settings without those of KV transfer, handover and the disk cache, on which no bits depend."""
     return replace(
         settings, cache_dir=None, cache_bytes=None, cache_owners=(), role="both", prefill_peer=None, peer_keys=(),
-        peer_ca=None, peer_cert=None, peer_name="",
+        peer_ca=None, peer_cert=None, peer_name="", hands_over=False,
     )  # fmt: skip

@@ -39,8 +39,20 @@ from attar.engine.startup import Shared
 from attar.execution.parallel.executor import ParallelRunner
 from attar.execution.parallel.worker_group import polled
 from attar.protocol import framing, messages
-from attar.protocol.messages import BEAT_SECONDS, Beat, Cancel, Command, Drain, Embed, Event, QueryStatus, Ready, Submit
-from attar.protocol.settings import CHANGED, HOPELESS, Settings
+from attar.protocol.messages import (
+    BEAT_SECONDS,
+    Beat,
+    Cancel,
+    Command,
+    Drain,
+    Embed,
+    Event,
+    QueryStatus,
+    Ready,
+    Submit,
+    TakeOver,
+)
+from attar.protocol.settings import BLOCKS_SOCKET, CHANGED, HOPELESS, Settings
 
 MAX_UNSENT = 64 << 20
 STATS_SECONDS = 0.1
@@ -103,7 +115,7 @@ class Loop:
             alone = alone + BEAT_SECONDS if orphaned else 0.0
             if alone > ORPHAN_SECONDS:
                 path = Path(self.listener.getsockname())
-                machine.remove_private_folder(path.parent, path.name)
+                machine.remove_private_folder(path.parent, path.name, BLOCKS_SOCKET)
                 _end_at_once("the server has gone, and a step does not end")
             left, outbox = self._left, self._outbox
             busy = grown(busy if left == last else 0.0, left, time.monotonic())
@@ -195,6 +207,8 @@ class Loop:
                         self.engine.embed(command)
                     case Cancel():
                         self.engine.cancel(command.id)
+                    case TakeOver():
+                        self.engine.take_over(Path(command.blocks_at))
                     case Drain():
                         self.draining = True
                     case QueryStatus():
@@ -310,7 +324,7 @@ def run(shared: Shared | None = None) -> int:
         loop = Loop(engine, ready, listener, sys.stdin.fileno())
         loop.run()
     if loop.ended:
-        machine.remove_private_folder(path.parent, path.name)
+        machine.remove_private_folder(path.parent, path.name, BLOCKS_SOCKET)
     return 0
 
 

@@ -50,6 +50,7 @@ from attar.plan.costs import Storage
 from attar.plan.described import described
 from attar.plan.fit import Deployment, Fit
 from attar.plan.roofline import Rates, Roofline
+from attar.plan.sliding import window_of
 from attar.plan.steps import StepLimits
 from attar.protocol.messages import Ready
 from attar.protocol.model_shape import MachineRates
@@ -197,7 +198,12 @@ def _made(
     moved: tuple[SavedBlocks | None, PeerBlocks | None] = (None, None),
 ) -> tuple[Engine, Ready]:  # fmt: skip
     """Make an engine over a loaded model, and its first message."""
-    if any(moved) and not bits_of(settings, model):
+    (saved, peer), bits = moved, bits_of(settings, model)
+    if peer is not None and peer.replicas:
+        if why := opening.keeps_to_itself(bits, window_of(held.config) is not None, model.tower is not None):
+            logs.say(f"replicas take over no cached blocks from each other: {why}")
+            peer = None
+    elif any(moved) and not bits:
         message = f"--cache-dir and --role: a linear of this model is computed {BY_REFERENCE}"
         raise UserError("feature_unsupported", message)
     names = tuple(name for name, _ in settings.adapters)
@@ -223,17 +229,18 @@ def _made(
         draft_tokens=settings.draft_tokens, draft_tree=settings.draft_tree, sparse=layers, prefill=few,
         sliding_blocks=found.sliding_blocks, tells_cache=settings.tells_cache, evictions=dropping, tower=model.tower,
         image_cache=settings.image_cache,
-        saved=moved[0], peer=moved[1],
+        saved=saved, peer=peer,
     )  # fmt: skip
     made = Engine(model.decoder, model.tokenizer, config, bounds=judge, runner=model.runner)
     require_unchanged(settings.files, settings.folders)  # nor while it was read
-    if not (bits := bits_of(settings, model)) and settings.tells_cache:  # other engines may be at hand
+    if not bits and settings.tells_cache:  # other engines may be at hand
         logs.say(NOT_CONTINUED)
     ready = Ready(
         settings.served_as, found.context, held.config.vocab_size, found.blocks, found.block, limits.max_waiting,
         found.table(), names, limits.together, held.config.hidden, bits,
         kv_evictions=tuple((str(each), each.longest(found.context)) for each in dropping),
         horizons=made.runner.horizons, images=made.images is not None,
+        blocks_at="" if peer is None or not peer.replicas else str(peer.address.path),
     )  # fmt: skip
     return made, ready
 

@@ -53,10 +53,6 @@ class ImagePrompt:
     image: ImageInput
     behind: int
 
-    def rows(self, image_token: int) -> list[int]:
-        """Return the indexes of the image's rows."""
-        return [at for at, token in enumerate(self.ids) if token == image_token]
-
 
 class PairPrompts:
     """Prompts of the pairs of `folder` for one model: BOS where the tokenizer adds one, the image's tokens, the text.

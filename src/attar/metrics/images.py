@@ -7,7 +7,8 @@ computed once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +22,9 @@ from attar.metrics.measure import Report
 from attar.metrics.perplexity import Window
 from attar.metrics.protocols import ImageProtocol
 from attar.metrics.streaming import Logits, Measurement, decoder_logits, stream
-from attar.model.cache import Features, ForwardBatch
+from attar.model.cache import Features, ForwardBatch, KVCache
 from attar.model.decoder import Decoder
-from attar.model.vision.model import VisionModel
+from attar.model.vision.model import Image, VisionModel
 from attar.progress import StageProgress
 
 
@@ -34,18 +35,25 @@ class Seeing(NamedTuple):
     vision: VisionModel
 
 
-def batch_of(model: Seeing, prompt: ImagePrompt, features: Tensor) -> tuple[Tensor, ForwardBatch]:
-    """Return the token ids of a prompt, with any id in place of the image's, and the call that reads them."""
-    decoder, vision = model
-    at, length = prompt.rows(vision.image_token), len(prompt.ids)
-    ids = torch.tensor(prompt.ids)
+def batch_of(
+    vision: VisionModel, prompt: Sequence[int], images: Sequence[Image], features: Tensor, cache: KVCache | None = None,
+    horizon: int | None = None,
+) -> tuple[Tensor, ForwardBatch]:  # fmt: skip
+    """Return the token ids of a prompt, with any id in place of the images', and the call that reads them.
+
+    `features` are the rows of all images. With a `cache`, the prompt is at its beginning. `horizon` is that of
+    `ForwardBatch`, by default the prompt's length.
+    """
+    at, length = [i for i, token in enumerate(prompt) if token == vision.image_token], len(prompt)
+    ids = torch.tensor(prompt)
     ids[at] = 0
     seen = Features(torch.tensor(at), features)
-    if vision.bidirectional:
-        spans = spans_of([(at[0], at[-1] + 1)], 0, length)
-        return ids, ForwardBatch((length,), length, decoder.cache(length), features=seen, spans=spans)
-    angles = vision.positions(prompt.ids, [prompt.image]) if vision.rotary else None
-    return ids, ForwardBatch((length,), length, features=seen, angles=angles)
+    angles = vision.positions(prompt, images) if vision.rotary else None
+    spans = None
+    if vision.bidirectional:  # whose rows of an image lie together
+        ends = list(accumulate((image.rows for image in images), initial=0))
+        spans = spans_of([(at[first], at[end - 1] + 1) for first, end in pairwise(ends)], 0, length)
+    return ids, ForwardBatch((length,), horizon or length, cache, features=seen, angles=angles, spans=spans)
 
 
 def states(model: Seeing, prompt: ImagePrompt, features: Tensor) -> Tensor:
@@ -57,7 +65,7 @@ def states(model: Seeing, prompt: ImagePrompt, features: Tensor) -> Tensor:
         if layer == last:
             kept.append(hidden)
 
-    ids, batch = batch_of(model, prompt, features)
+    ids, batch = batch_of(model.vision, prompt.ids, [prompt.image], features)
     model.decoder.forward(ids, batch, torch.tensor([len(ids) - 1]), watch)
     return kept[0]
 

@@ -74,7 +74,13 @@ class QueryStatus(msgspec.Struct, frozen=True, tag="ask"):
     ids: tuple[str, ...]
 
 
-Command = Submit | Embed | Cancel | Drain | QueryStatus
+class TakeOver(msgspec.Struct, frozen=True, tag="take_over"):
+    """Take over the blocks of prompts that were used last from the engine whose `Ready.blocks_at` this is."""
+
+    blocks_at: str
+
+
+Command = Submit | Embed | Cancel | Drain | QueryStatus | TakeOver
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -210,6 +216,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """
     images: bool = False  # whether requests may have images
     no_images: str = ""  # why they may not, where the model has a vision tower: a setting, such as --tp
+    blocks_at: str = ""  # path of the socket at which other replicas take over cached blocks; empty: they cannot
 
     def room(self, kv_eviction: str | None) -> int | None:
         """Return the tokens that prompt and output of a request may have together; None for a policy that is not
@@ -272,8 +279,9 @@ blocks, bytes: those in the cache now.
 PREFILL_PEER = ("pulled_blocks", "pulled_bytes", "sent_blocks", "sent_bytes", "refused", "failed", "busy")
 """Fields of `Stats.prefill_peer`, which are counters.
 
-pulled: by a decode engine. sent: by a prefill engine. refused: answers, or connections, of another kind than was asked
-for. failed: answers that broke off or never came. busy: questions that the peer had no blocks for.
+pulled: by a decode engine, and by a replica that has just started. sent: by a prefill engine, and by another replica.
+refused: answers, or connections, of another kind than was asked for. failed: answers that broke off or never came.
+busy: questions that the peer had no blocks for.
 """
 
 

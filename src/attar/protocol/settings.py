@@ -18,6 +18,7 @@ from attar.protocol.scheduler_config import PRESETS, SchedulerConfig
 from attar.protocol.speculation import DRAFTERS, FORCED_STEP_DRAFTS, MATCH_FIRST, MAX_STEP_DRAFTS, check_draft
 
 IMAGE_CACHE = 256 << 20  # bytes
+BLOCKS_SOCKET = "blocks"  # beside an engine's own socket: where other replicas take over its cached blocks
 HOPELESS, CHANGED = 2, 3
 """Exit statuses of an engine that cannot serve its model, and of one whose files differ from the server's."""
 
@@ -57,6 +58,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image_cache: int = IMAGE_CACHE  # bytes of features of images; 0: a model's vision tower is not loaded
     name: str = ""  # what requests call the model; empty: its folder's name
     tells_cache: bool = False  # whether changes of the prefix cache are told (`messages.CachedBlocks`)
+    hands_over: bool = False  # whether other engines of this host may take over cached blocks (`messages.TakeOver`)
     cache_dir: str | None = None  # folder of the disk cache; None: there is none
     cache_bytes: int | None = None  # most bytes of its files
     cache_owners: tuple[str, ...] = ("",)  # salts of all API keys, in hexadecimal; that of no key is empty

@@ -10,7 +10,7 @@ Memory is bounded: an engine's stored digests by its number of blocks, and expec
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 class PrefixIndex:
@@ -25,6 +25,10 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return len(self._masks)
+
+    def held(self, engine: int) -> int:
+        """Return how many blocks an engine has told of."""
+        return self._sizes[engine]
 
     def resize(self, engine: int, blocks: int) -> None:
         """Note the number of blocks that an engine's cache has."""
@@ -83,19 +87,17 @@ class PrefixIndex:
     def matched(self, digests: Sequence[int], engines: Iterable[int]) -> dict[int, int]:
         """Return for each of these engines how many first blocks of a prompt it has, or will have."""
         found = dict.fromkeys(engines, 0)
-        alive = sum(1 << engine for engine in found)
+        alive = 0  # of all engines, those that have each block so far
         for count, digest in enumerate(digests):
-            has = alive & (self._masks.get(digest, 0) | self._expected_masks.get(digest, 0))
-            if has != alive:
-                for engine in found:
-                    if (alive & ~has) >> engine & 1:
-                        found[engine] = count
+            has = self._masks.get(digest, 0) | self._expected_masks.get(digest, 0)
+            if not count:
                 alive = has
+            elif lost := alive & ~has:
+                found.update((engine, count) for engine in _bits(lost) if engine in found)
+                alive &= has
             if not alive:
                 return found
-        for engine in found:
-            if alive >> engine & 1:
-                found[engine] = len(digests)
+        found.update((engine, len(digests)) for engine in _bits(alive) if engine in found)
         return found
 
     def check(self) -> None:
@@ -107,3 +109,11 @@ class PrefixIndex:
             assert all(count > 0 for count in self._expected[engine].values())
         assert all(self._masks.values())
         assert all(self._expected_masks.values())
+
+
+def _bits(mask: int) -> Iterator[int]:
+    """Yield the numbers of the bits that are set: far fewer than there are engines, as a rule."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low

@@ -21,7 +21,7 @@ the caller asks again later.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from attar.routing.costs import Costs
@@ -99,29 +99,28 @@ class Router:
         """Choose one of the engines `among`, not one to `avoid` while there is another; None where none has room. The
         id must be new."""
         assert id not in self.routed, "routed twice"
-        able = [each for each in among if self.loads[each].waiting + asked.choices <= self.loads[each].places]
-        able = [each for each in able if each not in avoid] or able
+        loads, choices, prefill, decode = self.loads, asked.choices, self.costs.prefill, self.costs.decode
+        able = [each for each in among if (load := loads[each]).waiting + choices <= load.places]
+        if avoid:
+            able = [each for each in able if each not in avoid] or able
         if not able:
             return None
-        matched = self.prefixes.matched(asked.digests, able)
-        uncached = {each: max(1, asked.tokens - matched[each] * self.block) for each in able}
-        fair = self._balanced(able, among, now)
-
-        def cost(engine: int) -> tuple[float, int, int]:
-            load = self.loads[engine]
-            seconds = (AGAIN * uncached[engine] + load.queued) * self.costs.prefill + load.rows * self.costs.decode
-            return seconds, load.rows, engine
-
-        chosen = min(fair, key=cost)
+        matched, best = self.prefixes.matched(asked.digests, able), (math.inf, 0, able[0])
+        for engine in self._balanced(able, among, now):  # a thousand of them: nothing is called here
+            load, missing = loads[engine], asked.tokens - matched[engine] * self.block
+            seconds = (AGAIN * (missing if missing > 1 else 1) + load.queued) * prefill + load.rows * decode
+            if seconds <= best[0]:
+                best = min(best, (seconds, load.rows, engine))
+        chosen = best[2]
+        uncached = max(1, asked.tokens - matched[chosen] * self.block)
         load = self.loads[chosen]
-        load.queued += uncached[chosen]
+        load.queued += uncached
         load.waiting += asked.choices
         load.rows += asked.choices
-        seconds = uncached[chosen] * self.costs.prefill + asked.choices * self.costs.output * self.costs.decode
+        seconds = uncached * prefill + choices * self.costs.output * decode
         load.work, load.worked = load.recent(now) + seconds, now
         noted = self.prefixes.expect(chosen, asked.digests)
-        cached = asked.tokens - uncached[chosen]
-        found = Routed(chosen, uncached[chosen], cached, asked.choices, asked.digests[:noted])
+        found = Routed(chosen, uncached, asked.tokens - uncached, asked.choices, asked.digests[:noted])
         self.routed[id] = found
         return found
 
@@ -141,9 +140,12 @@ class Router:
         if (found := self.routed.pop(id, None)) is not None:
             self.loads[found.engine].rows -= found.choices
 
-    def _balanced(self, able: Sequence[int], among: Iterable[int], now: float) -> Sequence[int]:
-        """Return the engines whose recent work is not far above the mean; all, where none is below."""
-        recent = {each: self.loads[each].recent(now) for each in {*able, *among}}
+    def _balanced(self, able: Sequence[int], among: Collection[int], now: float) -> Sequence[int]:
+        """Return the engines whose recent work is not far above the mean of all `among`; all, where none is below."""
+        loads, exp = self.loads, math.exp
+        recent = {  # as `Load.recent`
+            each: load.work * exp((load.worked - now) / MEMORY) if (load := loads[each]).work else 0.0 for each in among
+        }
         most = BALANCE * sum(recent.values()) / len(recent) + SLACK
         return [each for each in able if recent[each] <= most] or able
 

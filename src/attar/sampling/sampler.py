@@ -38,7 +38,7 @@ import copy
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -248,8 +248,12 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[SampledToken | B
     if len(samplers) > (few := at_once(logits.shape[1])):
         pieces = range(0, len(samplers), few)
         return [draw for i in pieces for draw in sample(logits[i : i + few], samplers[i : i + few])]
-    rows = penalized(logits, samplers)
+    greedy = {i for i, each in enumerate(samplers) if each.params.temperature == 0 and each.mask is not None}
+    rows = penalized(logits, samplers, unmasked=greedy)
     tokens = ops.argmax(rows)  # a NaN's, where there is one
+    for i, allowed in _not_allowed(tokens.tolist(), samplers, greedy):
+        ops.mask(rows, *sent(rows.device, torch.tensor([i]), allowed[None]))
+        tokens[i] = ops.argmax(rows[i : i + 1])[0]
     largest = rows.gather(-1, tokens[:, None])  # [B, 1]
     tops = largest.squeeze(-1).tolist()
     random = [i for i, each in enumerate(samplers) if each.params.temperature > 0 and math.isfinite(tops[i])]
@@ -266,17 +270,12 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[SampledToken | B
 
 
 def _largest_allowed(logits: Tensor, samplers: Sequence[Sampler]) -> list[SampledToken | BadLogits]:
-    """Choose the largest allowed logit of every row. It is mostly the largest of all, which one bit of a mask tells:
-    only other rows are masked whole."""
+    """Choose the largest allowed logit of every row."""
     ids = ops.argmax(logits)
     tops: list[float] = logits.gather(-1, ids[:, None]).squeeze(-1).tolist()
     tokens: list[int] = ids.tolist()
-    for i, sampler in enumerate(samplers):
-        if sampler.mask is None:
-            continue
-        allowed = sampler.mask.allowed(sampler.ahead)
-        if int(allowed[tokens[i] // 32]) >> tokens[i] % 32 & 1:
-            continue
+    masked = [i for i, sampler in enumerate(samplers) if sampler.mask is not None]
+    for i, allowed in _not_allowed(tokens, samplers, masked):
         row = logits[i : i + 1].to(torch.float64, copy=True)
         ops.mask(row, *sent(row.device, torch.tensor([0]), allowed[None]))
         tokens[i] = int(ops.argmax(row))
@@ -284,9 +283,24 @@ def _largest_allowed(logits: Tensor, samplers: Sequence[Sampler]) -> list[Sample
     return drawn(partial(logprobs_of, logits), tokens, tops, samplers)
 
 
-def penalized(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
+def _not_allowed(
+    tokens: Sequence[int], samplers: Sequence[Sampler], rows: Iterable[int]
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield those of the masked `rows` whose largest number is of a token [B] that is not allowed, with their masks.
+
+    It mostly is, which one bit tells. Masking a whole row takes longer than to find its largest number.
+    """
+    for i in rows:
+        mask, token = samplers[i].mask, tokens[i]
+        assert mask is not None
+        allowed = mask.allowed(samplers[i].ahead)
+        if not int(allowed[token // 32]) >> token % 32 & 1:
+            yield i, allowed
+
+
+def penalized(logits: Tensor, samplers: Sequence[Sampler], unmasked: Collection[int] = ()) -> Tensor:
     """Apply steps 0 to 2: return a float64 copy of the logits [B, V] with biases, masks and penalties, on the same
-    device."""
+    device. The masks of the rows `unmasked` are left out."""
     for sampler in samplers:
         point("sampler.penalties", sampler.name)
     rows = logits.to(torch.float64, copy=True)
@@ -300,7 +314,11 @@ def penalized(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
         _, bias, repetition, presence, frequency = numbers.unbind(-1)
         # From the raw logits, whatever step 1 did to those of the prompt.
         rows[owners, ids] = _penalty(logits[owners, ids].double() + bias, repetition) - presence - frequency
-    masks = {i: sampler.mask.allowed(sampler.ahead) for i, sampler in enumerate(samplers) if sampler.mask is not None}
+    masks = {
+        i: sampler.mask.allowed(sampler.ahead)
+        for i, sampler in enumerate(samplers)
+        if sampler.mask is not None and i not in unmasked
+    }
     if masks:
         ops.mask(rows, *sent(rows.device, torch.tensor(list(masks)), torch.stack(list(masks.values()))))
     return rows

@@ -10,6 +10,8 @@ none, the rest is computed, to the same bits.
 still write to them, releases them. The same holds for a fetch whose sequences have all ended. So no block is ever
 written that the pool has given to another.
 
+*Ahead.* A fetch may also begin without sequences, for prompts to come. It has no deadline, and nothing joins it.
+
 *Out.* A `Loan` holds blocks of the tree, from a prompt's first on, while a thread reads them.
 """
 

@@ -38,6 +38,7 @@ from attar.scheduling.block_pool import BlockPool
 from attar.scheduling.image_ids import ImageIds
 
 REMEMBERED = 4096
+MAX_TOLD = 1 << 21  # tokens of `last_used`
 _tokens = attrgetter("tokens")
 
 
@@ -102,13 +103,13 @@ class PrefixCache:
         self._evicted: OrderedDict[tuple[bytes | int, bytes], array[int]] = OrderedDict()
         self._behind: dict[bytes | int, list[array[int]]] = {}  # `_evicted` by name, sorted by tokens
 
-    def match(self, cache_salt: bytes, tokens: array[int]) -> Match:
+    def match(self, cache_salt: bytes, tokens: array[int], use: bool = True) -> Match:
         """Return the longest run of first tokens that the tree has. The caller omits tokens that it must compute
-        anyway."""
+        anyway. Without `use` they do not count as used."""
         point("radix.match")
         size = self.pool.size
         node, blocks, branch, shared = self._descend(self._root(cache_salt), tokens)
-        part = self._use(node, branch)
+        part = self._use(node, branch) if use else branch or node
         at = len(blocks) * size
         found = at + shared
         length = found - found % self.round_to
@@ -217,6 +218,27 @@ class PrefixCache:
         for _, _, node in self.nodes():
             yield from node.digests
 
+    def last_used(self, most: int) -> list[tuple[bytes, array[int]]]:
+        """Return salt and tokens of the beginnings that were used last, of at most `most` blocks together, all whole.
+        The last used is the first. They have at most `MAX_TOLD` tokens, those that they share counted each time."""
+        chosen, size = dict[Node, int](), self.pool.size
+        for node in reversed(self._order):  # parents first
+            if (whole := min(len(node.tokens) // size, most)) > 0:
+                chosen[node] = whole
+                most -= whole
+            if not most:
+                break
+        inner = {node.parent for node in chosen}
+        found: list[tuple[bytes, array[int]]] = []
+        left = MAX_TOLD
+        for node, blocks in chosen.items():
+            if node not in inner:
+                found.append(self._beginning(node, blocks * size))
+                left -= len(found[-1][1])
+                if left < 0:
+                    return found[:-1]
+        return found
+
     def nodes(self) -> Iterator[tuple[bytes, array[int], Node]]:
         """Yield every node, parents first, with its salt and the tokens from the root to its own first."""
         stack = [(cache_salt, array("i"), child) for cache_salt, root in self._roots.items() for child in root.children]
@@ -224,6 +246,15 @@ class PrefixCache:
             cache_salt, before, node = stack.pop()
             yield cache_salt, before, node
             stack += [(cache_salt, before + node.tokens, child) for child in node.children]
+
+    def _beginning(self, node: Node, length: int) -> tuple[bytes, array[int]]:
+        """Return the salt of a node, and the tokens from its root to the first `length` of its own."""
+        tokens, parent = node.tokens[:length], node.parent
+        while parent is not None and parent.parent is not None:
+            tokens, parent = parent.tokens + tokens, parent.parent
+        assert parent is not None
+        assert isinstance(parent.name, bytes)
+        return parent.name, tokens
 
     def _root(self, cache_salt: bytes) -> Node:
         """Return the root of a salt; it is in the tree only once it has tokens."""

@@ -53,6 +53,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from array import array
 from bisect import insort
 from collections.abc import Collection, Mapping
 
@@ -170,6 +171,16 @@ class Scheduler:
             sequence.enter(Status.FETCHING, now)
             found.sequences.append(sequence)
         return begun
+
+    def prefetch(self, salt: bytes, tokens: array[int], match: Match) -> Fetch | None:
+        """Return a fetch of a prompt's beginning that no sequence waits for; None where that needs more blocks than are
+        free. `match` is what the tree has of it at this moment."""
+        missing = self.pool.needed(len(tokens)) - len(match.blocks)
+        if not 0 < missing <= self.pool.free:
+            return None
+        if not self.fetching.room(match.blocks, missing, bool(self.running), self.limits.headroom):
+            return None
+        return self.fetching.begin(salt, tokens, match.blocks, 0.0, self.tables.allocate)
 
     def received(self, fetch: Fetch, count: int, now: float) -> None:
         """End a fetch whose thread has released its blocks, the first `count` of them filled and verified. A failure

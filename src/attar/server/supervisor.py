@@ -29,7 +29,7 @@ from typing import IO, TYPE_CHECKING, Protocol
 import msgspec
 
 from attar import env, faults, machine
-from attar.protocol.settings import CHANGED, HOPELESS, Settings
+from attar.protocol.settings import BLOCKS_SOCKET, CHANGED, HOPELESS, Settings
 from attar.server.http import sockets
 from attar.server.options import ServerOptions
 from attar.text.tokenizer import Tokenizer
@@ -193,13 +193,13 @@ def waits(deaths: int) -> float:
 
 @contextlib.contextmanager
 def private_socket() -> Iterator[Path]:
-    """Yield a path for a socket that only this user can reach. Another user's files in the place of a folder that was
-    cleaned away are left alone; `TemporaryDirectory` would raise, or empty it."""
+    """Yield a path for a socket that only this user can reach, as another beside it. Another user's files in the place
+    of a folder that was cleaned away are left alone; `TemporaryDirectory` would raise, or empty it."""
     path = Path(tempfile.mkdtemp(prefix="attar-")) / "engine"
     try:
         yield path
     finally:
-        machine.remove_private_folder(path.parent, path.name)
+        machine.remove_private_folder(path.parent, path.name, BLOCKS_SOCKET)
 
 
 def run(

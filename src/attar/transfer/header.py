@@ -17,7 +17,7 @@ import msgspec
 
 from attar.protocol.framing import FrameTooLong
 
-PROTOCOL = 1  # version of headers, files and messages: to be raised with any change of them
+PROTOCOL = 2  # version of headers, files and messages: to be raised with any change of them
 MAX_HEADER = 64 << 10  # bytes; that of a block of 64 tokens has some 500
 NAME = 32  # bytes of a block's name
 _ITEM = array("i").itemsize

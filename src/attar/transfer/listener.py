@@ -20,19 +20,33 @@ import zlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from attar.errors import UserError
 from attar.protocol.framing import frame
 from attar.transfer.credentials import Credentials
 from attar.transfer.header import BlockHeader, BlockMismatch, Names, Origin
-from attar.transfer.wire import LOOK_SECONDS, PREFILL, Address, Blocks, Gone, Prefill, Wire, greet, prove
+from attar.transfer.wire import (
+    LOOK_SECONDS,
+    PREFILL,
+    Address,
+    Blocks,
+    Gone,
+    Hottest,
+    Prefill,
+    Prefixes,
+    Wire,
+    greet,
+    prove,
+)
 
 MAX_CONNECTIONS = 16
 GREETING_SECONDS = 2.0
 KEEPALIVE_SECONDS = 60  # without a byte, after which TCP asks whether the other host is still there
 LEASE_SECONDS = 30.0  # that blocks are held for one answer, at most
 MAX_SECONDS = 600.0  # of computing one prompt, at most
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +63,14 @@ class PrefillAsked:
     reply: queue.SimpleQueue[LentBlocks | None] = field(default_factory=queue.SimpleQueue)
     gone: bool = False
     request: str = ""
+
+
+@dataclass(eq=False)
+class HottestAsked:
+    """A replica's question which beginnings of prompts were used last; `reply` gets salts and tokens."""
+
+    blocks: int
+    reply: queue.SimpleQueue[list[tuple[bytes, array[int]]]] = field(default_factory=queue.SimpleQueue)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,16 +107,18 @@ class Sent:
 
 class PrefillListener:
     """A socket at `address` whose peers pull blocks of `origin`. `read` copies a block, and `tell` leaves news for the
-    engine's thread.
+    engine's thread. Peers that are `replicas` of the engine may ask for what it has cached, whoever's that is, and not
+    for more.
 
     Raises UserError as `Address.check` and where another process listens there, and OSError.
     """
 
     def __init__(
         self, address: Address, origin: Origin, read: Callable[[int, bytearray], None], tell: Callable[[Any], None],
-        credentials: Credentials | None = None,
+        credentials: Credentials | None = None, replicas: bool = False,
     ) -> None:  # fmt: skip
         address.check(credentials)
+        self._replicas = replicas
         self._address, self._credentials = address, credentials
         self._origin, self._read, self._tell = origin, read, tell
         self.sent = Sent()
@@ -174,9 +198,14 @@ class PrefillListener:
         return wire
 
     def _answer(self, wire: Wire, ask: object, buffer: bytearray) -> None:
-        """Have a prompt computed, and send its blocks."""
+        """Have a prompt computed, or looked up, and send its blocks."""
+        if isinstance(ask, Hottest) and self._replicas:
+            self._tell_hottest(wire, ask)
+            return
         if not isinstance(ask, Prefill) or not 0 < ask.seconds <= MAX_SECONDS or ask.first < 0:
             raise BlockMismatch("no question")
+        if ask.cached is not self._replicas:
+            raise BlockMismatch("no question for this engine")
         size = self._origin.tokens
         if len(ask.tokens) % (4 * size) or not 0 <= ask.first < len(ask.tokens) // (4 * size):
             raise BlockMismatch("a prompt that is not of whole blocks")
@@ -199,13 +228,28 @@ class PrefillListener:
         """Wait until the engine's thread has computed a prompt; return the blocks that it lends. Raises Gone where the
         other side goes meanwhile."""
         self._tell(asked)
-        until = time.monotonic() + asked.ask.seconds
+        try:
+            return self._reply(wire, asked.reply, asked.ask.seconds)
+        except Gone:
+            self._tell(GivenUp(asked))  # that thread also takes back what it has lent by then
+            raise
+
+    def _tell_hottest(self, wire: Wire, ask: Hottest) -> None:
+        """Say which beginnings of prompts were used last."""
+        asked = HottestAsked(ask.blocks)
+        self._tell(asked)
+        found = self._reply(wire, asked.reply, LEASE_SECONDS)
+        told = tuple((salt, tokens.tobytes()) for salt, tokens in found)
+        wire.send(Prefixes(told), time.monotonic() + LEASE_SECONDS)
+
+    def _reply(self, wire: Wire, reply: queue.SimpleQueue[T], seconds: float) -> T:
+        """Wait for the engine's thread. Raises Gone where the other side goes meanwhile."""
+        until = time.monotonic() + seconds
         while True:
             with contextlib.suppress(queue.Empty):
-                return asked.reply.get(timeout=LOOK_SECONDS)
+                return reply.get(timeout=LOOK_SECONDS)
             if self._closed or wire.lost() or time.monotonic() > until:
-                self._tell(GivenUp(asked))  # that thread also takes back what it has lent by then
-                raise Gone("nobody waits for the blocks")
+                raise Gone("nobody waits for the answer")
 
     def _send(self, wire: Wire, asked: PrefillAsked, lent: LentBlocks, buffer: bytearray, until: float) -> None:
         names, size = Names(b"", self._origin), self._origin.tokens

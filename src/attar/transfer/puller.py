@@ -3,21 +3,24 @@
 One connection is kept, and used by one thread. Whatever goes wrong ends it, and with it the question: the engine
 computes what did not come. Nothing is asked for a while after that, so that a dead peer costs no request more than a
 moment.
+
+A replica that has just started asks another replica in the same way for what that one has cached.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import zlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from attar.errors import UserError
 from attar.transfer.credentials import Credentials
 from attar.transfer.header import MAX_HEADER, BlockHeader, BlockMismatch, Names, Origin
-from attar.transfer.wire import Address, Blocks, Prefill, Wire, dial, greet
+from attar.transfer.wire import Address, Blocks, Hottest, Prefill, Prefixes, Wire, dial, greet
 
 PAUSE_SECONDS = 2.0  # without questions, after one failed
 CONNECT_SECONDS = 2.0
@@ -66,7 +69,7 @@ class Puller:
         `tokens` are those of the question. Once `wanted` is false, or anything is in doubt, no more are passed on.
         """
         count, size = 0, self._origin.tokens
-        try:
+        with self._doubting(wanted):
             wire = self._connected(wanted)
             until = time.monotonic() + ask.seconds
             wire.send(ask, until)
@@ -87,25 +90,48 @@ class Puller:
                 count += 1
                 self.pulled.blocks += 1
                 self.pulled.bytes += len(self._buffer)
+        return count
+
+    def hottest(self, blocks: int, seconds: float, wanted: Callable[[], bool]) -> list[tuple[bytes, array[int]]]:
+        """Ask a replica which beginnings of prompts were used last, of at most `blocks` blocks together; return the
+        salt of the blocks and the tokens of each, the last used first. Empty where anything is in doubt."""
+        found: list[tuple[bytes, array[int]]] = []
+        until = time.monotonic() + seconds
+        with self._doubting(wanted):
+            wire = self._connected(wanted)
+            wire.send(Hottest(blocks), until)
+            answer = wire.receive(until)
+            if not isinstance(answer, Prefixes):
+                raise BlockMismatch("no prefixes")
+            size = 4 * self._origin.tokens
+            if not all(told and len(told) % size == 0 for _, told in answer.prefixes):
+                raise BlockMismatch("a beginning that is not of whole blocks")
+            found = [(salt, array("i", told)) for salt, told in answer.prefixes]
+        return found
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._drop()
+
+    @contextlib.contextmanager
+    def _doubting(self, wanted: Callable[[], bool]) -> Iterator[None]:
+        """Count, log and end what goes wrong within, and the connection with it; raise only what is unknown."""
+        try:
+            yield
         except BlockMismatch as error:
-            logger.warning("the prefill peer's answer is refused: %s", error)
+            logger.warning("the peer's answer is refused: %s", error)
             self.pulled.refused += 1
             self._fail()
         except (OSError, UserError) as error:
             if not wanted():
                 self._drop()
-                return count
-            logger.warning("the prefill peer failed: %s", error)
+                return
+            logger.warning("the peer failed: %s", error)
             self.pulled.failed += 1
             self._fail()
         except BaseException:
             self._fail()
             raise
-        return count
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._drop()
 
     def _connected(self, wanted: Callable[[], bool]) -> Wire:
         """Return the connection, after greetings where it is new."""

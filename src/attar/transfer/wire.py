@@ -62,7 +62,8 @@ class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="gre
 
 class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prefill"):
     """A question for the blocks of a prompt from number `first` on. `tokens` are those of all its whole blocks, as
-    int32; they are to be computed within `seconds`. `salt` is the API key's, and `block_salt` that of the blocks."""
+    int32; they are to be computed within `seconds`. `salt` is the API key's, and `block_salt` that of the blocks. Where
+    only what is `cached` is wanted, nothing is computed, and `salt` and `adapter` are not looked at."""
 
     tokens: bytes
     salt: bytes
@@ -70,6 +71,7 @@ class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="pref
     adapter: str
     first: int
     seconds: float
+    cached: bool = False
 
 
 class Blocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="blocks"):
@@ -77,6 +79,18 @@ class Blocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="block
 
     count: int
     why: str = ""
+
+
+class Hottest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hottest"):
+    """A replica's question for the prompts' beginnings that were used last, of at most `blocks` blocks together."""
+
+    blocks: int
+
+
+class Prefixes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prefixes"):
+    """The answer: salt of the blocks, and tokens of whole blocks as int32, of each beginning; the last used first."""
+
+    prefixes: tuple[tuple[bytes, bytes], ...]
 
 
 class Challenge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="challenge"):
@@ -91,7 +105,7 @@ class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="proof"
     mac: bytes
 
 
-Message = Greeting | Prefill | Blocks | Challenge | Proof
+Message = Greeting | Prefill | Blocks | Hottest | Prefixes | Challenge | Proof
 _decoder = msgspec.msgpack.Decoder(Message)
 
 

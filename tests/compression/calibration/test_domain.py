@@ -13,6 +13,7 @@ from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources import hf
 from attar.compression.calibration import domain, hidden_states, importance
 from attar.compression.calibration import texts as calibrate
+from attar.compression.calibration.amount import Amount
 from attar.compression.calibration.domain import RUN, DomainCheck, shared, surprise
 from attar.compression.request.request import CompressionRequest
 from attar.compression.runs.pipeline import compress, compress_request
@@ -110,7 +111,7 @@ def test_prose_is_not(demo: Path, tmp_path: Path) -> None:
 
 def test_the_models_own_text_surprises_as_expected(demo: Path, tmp_path: Path) -> None:
     """Over 252 tokens, whose standard error is about 0.15 nats, with numbers that are drawn once and for all."""
-    own = calibrate.sample_from(hf.load(demo, torch.float32), calibrate.Amount(4, 64, 0))
+    own = calibrate.sample_from(hf.load(demo, torch.float32), Amount(4, 64, 0))
     found = surprise(hf.Checkpoint.open(demo), own, tmp_path)
     assert found is not None
     assert abs(found.nats - found.expected) < 0.5
@@ -152,7 +153,7 @@ def test_importances_say_what_text_was_too_little_for(demo: Path, tiny: Path, tm
     few = importance.make(tiny, tmp_path / "few.gguf", calibration=token_ids(2, 32))
     assert few.warnings[0].startswith("the calibration text has 64 tokens and the widest linear 256 input columns")
     assert few.to_dict()["warnings"] == list(few.warnings)
-    own = calibrate.sample_from(hf.load(tiny, torch.float32), calibrate.Amount(16, 32, 0)).tolist()
+    own = calibrate.sample_from(hf.load(tiny, torch.float32), Amount(16, 32, 0)).tolist()
     assert importance.make(tiny, tmp_path / "enough.gguf", calibration=own).warnings == ()
     done = compress(tiny, tmp_path / "out.gguf", recipe="q4_0", calibration=token_ids(2, 32))
     assert done.warnings == few.warnings

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from attar.compression.calibration import texts
-from attar.compression.calibration.texts import SELF, Amount
+from attar.compression.calibration.amount import (
+    SELF,
+    Amount,
+    Calibration,
+    count_sequences,
+    drawn_name,
+    is_drawn,
+    is_text,
+)
 from attar.model.decoder import Decoder
 from tests.errors import user_error
 
@@ -24,17 +32,17 @@ from tests.errors import user_error
         ([[1, 2], [3, 4]], False, False, 2),
     ],
 )
-def test_what_it_is_taken_from(calibration: texts.Calibration, text: bool, drawn: bool, count: int) -> None:
-    assert texts.is_text(calibration) == text
-    assert texts.is_drawn(calibration) == drawn
-    assert texts.count(calibration, Amount()) == count
-    assert not texts.is_text(None)
-    assert not texts.is_drawn(None)
+def test_what_it_is_taken_from(calibration: Calibration, text: bool, drawn: bool, count: int) -> None:
+    assert is_text(calibration) == text
+    assert is_drawn(calibration) == drawn
+    assert count_sequences(calibration, Amount()) == count
+    assert not is_text(None)
+    assert not is_drawn(None)
 
 
 def test_drawn_text_of_another_model_or_amount_has_another_name() -> None:
-    names = {texts.drawn_name("ab" * 32, amount) for amount in (Amount(), Amount(64), Amount(seed=1))}
-    assert len(names | {texts.drawn_name("cd" * 32, Amount())}) == 4
+    names = {drawn_name("ab" * 32, amount) for amount in (Amount(), Amount(64), Amount(seed=1))}
+    assert len(names | {drawn_name("cd" * 32, Amount())}) == 4
 
 
 def test_only_a_text_needs_a_tokenizer(demo: Path, tiny: Path) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.sources import hf
 from attar.compression.calibration import coverage, gradients, texts
+from attar.compression.calibration.amount import Amount
 from attar.compression.recipe.parser import PRESETS
 from attar.compression.recipe.recipe_file import recipe_from_dict
 from attar.compression.request.request import CompressionRequest, Target, parse_candidates
@@ -282,7 +283,7 @@ def test_what_needs_the_original_beside_it_asks_for_room(
 @pytest.mark.parametrize("layer", [1, 2])
 def test_text_that_says_too_little_is_warned_about_with_figures(layer: int, tiny: Path, tmp_path: Path) -> None:
     """Of the last block too, behind which nothing is calibrated."""
-    ids = texts.sample_from(hf.load(tiny, torch.float32), texts.Amount(16, 32, 0)).tolist()
+    ids = texts.sample_from(hf.load(tiny, torch.float32), Amount(16, 32, 0)).tolist()
     assert compress(tiny, tmp_path / "enough", recipe="gptq-w4g32", calibration=ids).warnings == ()
     source = tmp_path / "source"
     source.mkdir()

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from attar.compression.calibration.texts import Amount
+from attar.compression.calibration.amount import Amount
 from attar.compression.request.request import CompressionRequest, Target, default_recipe
 from tests.errors import user_error
 

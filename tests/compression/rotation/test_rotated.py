@@ -21,7 +21,8 @@ from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.receipts.verify import verify
 from attar.checkpoints.sources import hf, opening
 from attar.compression.calibration import importance
-from attar.compression.calibration.texts import Amount, sample_from
+from attar.compression.calibration.amount import Amount
+from attar.compression.calibration.texts import sample_from
 from attar.compression.recipe.methods import Rotate, SpinQuant
 from attar.compression.recipe.recipe_file import load_recipe, recipe_from_dict
 from attar.compression.request.request import CompressionRequest

@@ -12,7 +12,7 @@ import torch
 
 from attar.checkpoints.sources import hf, opening
 from attar.compression.calibration import texts
-from attar.compression.calibration.texts import Amount
+from attar.compression.calibration.amount import BESIDES, Amount
 from attar.compression.request.request import CompressionRequest
 from attar.compression.runs import run
 from attar.compression.runs.pipeline import Compressed, compress, compress_request
@@ -90,7 +90,7 @@ def test_text_is_drawn_once_for_all_recipes_tried_and_kept_for_a_run_that_resume
         start(stop_in_second, resume=False)
     assert len(drawn) == 2
     assert start().selection is not None
-    assert [(amount.samples, amount.seed) for amount in drawn] == [(3, texts.BESIDES)] * 2
+    assert [(amount.samples, amount.seed) for amount in drawn] == [(3, BESIDES)] * 2
     assert not list(tmp_path.glob(".*"))
 
 

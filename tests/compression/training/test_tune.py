@@ -21,6 +21,7 @@ from attar.checkpoints.receipts.verify import verify
 from attar.checkpoints.sources import hf, opening
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.compression.calibration import gradients, hidden_states, texts
+from attar.compression.calibration.amount import Amount
 from attar.compression.calibration.hidden_states import HiddenStates
 from attar.compression.recipe.methods import Distill, Tune
 from attar.compression.recipe.recipe_file import load_recipe
@@ -105,7 +106,7 @@ def test_what_the_original_writes_is_trained_on_and_never_judges(
     assert found.kl_before == without.kl_before
     assert found.kl_epochs != without.kl_epochs
     drawn = np.fromfile(tmp_path / "state" / "drawn.i32", dtype="<i4").reshape(5, 32)
-    amount = texts.Amount(5, 32, tune.DRAWN)
+    amount = Amount(5, 32, tune.DRAWN)
     assert np.array_equal(drawn, texts.sample_from(hf.load(tiny, torch.float32), amount).numpy())
     shutil.rmtree(tmp_path / "state" / tune.FOUND)
     monkeypatch.setattr(texts, "sample_from", lambda *_, **__: pytest.fail("it draws again"))

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ KEYS = tuple(f"client-key-{at}-of-at-least-32-characters" for at in range(2))
 
 
 class Process:
-    """`python -m attar ARGUMENTS --json`, in a group of its own. `port` is where it listens."""
+    """`python -m attar ARGUMENTS --json`, in a group of its own. `port` is where it listens. `within` precedes the
+    command."""
 
-    def __init__(self, *arguments: str) -> None:
-        self.child = subprocess.Popen(
-            [sys.executable, "-m", "attar", *arguments, "--json"], stdout=subprocess.PIPE, start_new_session=True
-        )
+    def __init__(self, *arguments: str, within: Sequence[str] = ()) -> None:
+        command = [*within, sys.executable, "-m", "attar", *arguments, "--json"]
+        self.child = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
         self.port = 0
 
     def listens(self) -> None:

@@ -208,3 +208,40 @@ def test_a_prompt_goes_where_it_is_cached(served: tuple[Served, tuple[str, ...]]
         now["cached_prompt_tokens"] - last["cached_prompt_tokens"] for now, last in zip(after, before, strict=True)
     ]
     assert sorted(cached) == [0, 2 * 192], "two of three find the three whole blocks, at one engine"
+
+
+@pytest.mark.parametrize("served", ["klt"], indirect=True)
+def test_a_new_engine_has_the_blocks_of_the_other(served: tuple[Served, tuple[str, ...]]) -> None:
+    """An engine that is killed comes back with the prompts that the other has cached; and so does the other, then. What
+    was passed on twice makes the answer that was computed."""
+    made, _ = served
+    body = {"prompt": [5 + 7 * at % 90 for at in range(330)], "max_tokens": 20, "temperature": 0, "logprobs": 1}
+    alone = ask(made, COMPLETIONS, body)
+    last = [each["cached_prompt_tokens"] for each in told(made)["replicas"]]
+    ask(made, COMPLETIONS, body)
+    now = [each["cached_prompt_tokens"] for each in told(made)["replicas"]]
+    (first,) = (at for at in range(2) if now[at] > last[at])
+    for number in (1 - first, first):
+        deaths = told(made)["replicas"][number]["deaths"]
+        kill(made, number)
+        wait(made, lambda told, at=number, had=deaths: told["replicas"][at]["deaths"] == had + 1)  # type: ignore[misc]
+        wait(made, lambda told, at=number: pulled(told["replicas"][at]) >= 5)  # type: ignore[misc]
+    before = told(made)["replicas"]
+    assert ask(made, COMPLETIONS, body) == alone
+    after = told(made)["replicas"]
+    sums = [sum(each["cached_prompt_tokens"] for each in replicas) for replicas in (before, after)]
+    assert sums[1] - sums[0] == 320
+    used = [sum(each["stats"]["reused_tokens"] for each in replicas) for replicas in (before, after)]
+    assert used[1] - used[0] >= 320
+
+
+def pulled(replica: dict[str, Any]) -> int:
+    """Blocks that a replica's engine has taken over."""
+    return 0 if replica["stats"] is None else replica["stats"]["prefill_peer"][0]
+
+
+def kill(served: Served, number: int) -> None:
+    """Kill the engine of a replica, which runs on its processors."""
+    cores = set(told(served)["replicas"][number]["processors"])
+    (pid,) = (pid for pid in engines(served) if os.sched_getaffinity(pid) == cores)
+    os.kill(pid, signal.SIGKILL)

@@ -131,6 +131,8 @@ def _tokens(language: Mapping[str, Any], words: Words) -> dict[str | None, int]:
         for number, token in enumerate(given):
             if token in wanted:
                 found.setdefault(token, number)
+                if len(found) == len(wanted):
+                    break
     if missing := wanted - found.keys():
         said = f"the model's vocabulary lacks {', '.join(sorted(missing))}, which stands for an image"
         raise UserError("config_invalid", said)

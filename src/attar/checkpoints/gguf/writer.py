@@ -31,11 +31,11 @@ from attar.checkpoints.gguf.header import (
     PART_KEYS,
     padded,
 )  # fmt: skip
-from attar.checkpoints.gguf.parts import MAX_PARTS, PartName, part_name, part_paths
+from attar.checkpoints.gguf.parts import MAX_PARTS, PartName, check_target, outputs_of, part_paths
 from attar.checkpoints.gguf.values import SCALARS, Typed, encode, text
 from attar.checkpoints.receipts.receipt import receipt_path
 from attar.checkpoints.safetensors import Slot
-from attar.checkpoints.strict_io import CheckpointError, check_name
+from attar.checkpoints.strict_io import check_name
 from attar.checkpoints.writer import FilePlan, ShardWriter, Workspace, locked, remove, sync_path, writing
 from attar.errors import UserError
 from attar.formats.codecs.ggml import GgmlType
@@ -146,32 +146,9 @@ def output_path(dst: Path, plans: Sequence[FilePlan]) -> Path:
     return dst if len(plans) == 1 else Path(os.path.realpath(dst)).with_name(plans[0].name)
 
 
-def _outputs(target: Path) -> list[Path]:
-    """Return the files of earlier outputs of this name, whole or in parts, those by which they are opened first."""
-    names = [] if not target.parent.is_dir() else sorted(os.listdir(target.parent))
-    parts = [(name, found) for name in names if (found := part_name(Path(name))) and found.stem == target.stem]
-    ordered = [name for name, _ in sorted(parts, key=lambda each: each[1].number)]
-    return [path for path in (target, *map(target.with_name, ordered)) if path.exists()]
-
-
-def _check_target(target: Path, overwrite: bool) -> None:
-    if part_name(target) is not None:
-        raise CheckpointError(
-            "output_invalid", f"{target} has the name of a part of a model: name the model, and parts are numbered"
-        )
-    for path in _outputs(target):
-        if not path.is_file():
-            raise CheckpointError("output_invalid", f"{path} is no file and is kept; choose another output")
-        begins = path == target or len(part_paths(path)) > 1  # parts without a first are of no model
-        if begins and not overwrite:
-            raise CheckpointError(
-                "output_exists", f"{path} exists and is kept; choose another output, or pass --overwrite"
-            )
-
-
 def _put(folder: Path, names: list[str], target: Path) -> None:
     """Move the finished files `names` from `folder` to their place, where they replace earlier outputs."""
-    before = _outputs(target)
+    before = outputs_of(target)
     for path in before:
         receipt_path(path).unlink(missing_ok=True)  # it would belong to another file
     if [path.name for path in before] != [target.name] or names != [target.name]:
@@ -199,11 +176,11 @@ def atomic_gguf(
     """
     target = Path(os.path.realpath(dst))
     planned = plan_parts(target.name, metadata, tensors, most)
-    _check_target(target, overwrite)
+    check_target(target, overwrite)
     partial = target.parent / f".{target.name}.attar-partial"
     with locked(partial, target):
         try:
-            _check_target(target, overwrite)  # again: the previous holder of the lock may have made it
+            check_target(target, overwrite)  # again: the previous holder of the lock may have made it
             with ShardWriter(partial, planned) as writer:
                 yield writer
                 writer.finish()
@@ -224,18 +201,18 @@ def atomic_file(dst: str | os.PathLike[str], overwrite: bool = False) -> Iterato
     leaves a model without a receipt, never one with another's. Raises CheckpointError as `atomic_gguf` does.
     """
     target = Path(os.path.realpath(dst))
-    _check_target(target, overwrite)
+    check_target(target, overwrite)
     partial = target.parent / f".{target.name}.attar-partial"
     work = Workspace(partial / "out", partial / "state")
     with locked(partial, target, work.out, work.state):
-        _check_target(target, overwrite)  # again: the previous holder of the lock may have made it
+        check_target(target, overwrite)  # again: the previous holder of the lock may have made it
         left = work.out.exists() and any(work.out.iterdir())
-        if left and not _whole(_outputs(work.out / target.name)):  # by a run that was killed when it was almost done
+        if left and not _whole(outputs_of(work.out / target.name)):  # by a run that was killed when it was almost done
             remove(work.out, work.state)
         work.out.mkdir(exist_ok=True)
         work.state.mkdir(exist_ok=True)
         yield work
-        names = [path.name for path in _outputs(work.out / target.name)]
+        names = [path.name for path in outputs_of(work.out / target.name)]
         beside = [path for path in work.out.iterdir() if path.name not in names]
         for path in beside:
             target.with_name(path.name).unlink(missing_ok=True)

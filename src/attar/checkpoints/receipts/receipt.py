@@ -119,7 +119,12 @@ def receipt_path(output: Path) -> Path:
 
 def missing(output: Path) -> str:
     """Return the message for an output without a receipt."""
-    return f"no receipt: attar did not make this, or its {receipt_path(output).name} was not copied along"
+    return f"no receipt: {why_missing(output)}"
+
+
+def why_missing(output: Path) -> str:
+    """Return the reasons why an output may have no receipt."""
+    return f"attar did not make this, or its {receipt_path(output).name} was not copied along"
 
 
 def write(

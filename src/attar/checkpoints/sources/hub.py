@@ -33,7 +33,20 @@ def resolve(model: str | os.PathLike[str], *, revision: str | None = None, offli
     `offline` True looks in the cache alone; None leaves it to HF_HUB_OFFLINE. Raises CheckpointError with one sentence
     that names the remedy.
     """
-    model = os.fspath(model)
+    name = os.fspath(model)
+    if (path := local(name)) is not None:
+        return path
+    match = _HUB_ID.fullmatch(name)
+    assert match is not None
+    if match["revision"] and revision:
+        raise CheckpointError("option_conflict", f"{name!r} already names a revision: leave out {revision!r}")
+    hint = neighbours(Path(name).expanduser())
+    return _download(match["repo"], match["revision"] or revision, bool(offline), hint)
+
+
+def local(model: str) -> Path | None:
+    """Return the folder or GGUF file that a name means on this machine; None for a Hub id, which `resolve` downloads.
+    Raises CheckpointError where it is neither."""
     if model == DEMO:
         return embedded()
     if not model:  # an unset variable of a shell, which Path would take for the current folder
@@ -53,9 +66,7 @@ def resolve(model: str | os.PathLike[str], *, revision: str | None = None, offli
     if match is None:
         kind = "and it is not a Hub id (org/name)" if "/" not in model else "at that path"
         raise CheckpointError("file_not_found", f"no model folder {model!r} {kind}{neighbours(path)}")
-    if match["revision"] and revision:
-        raise CheckpointError("option_conflict", f"{model!r} already names a revision: leave out {revision!r}")
-    return _download(match["repo"], match["revision"] or revision, bool(offline), neighbours(path))
+    return None
 
 
 def resolve_draft(draft: str | None) -> str | None:

@@ -141,9 +141,10 @@ class Experiments:
         Of ids no more text is at hand, so compression does not compare itself with plain rounding: that takes time.
         """
         from attar.compression.calibration import texts
+        from attar.compression.calibration.amount import Amount
 
         path, calib = self.materials.path, self.materials.calib
-        amount = texts.Amount(samples=self.materials.samples)
+        amount = Amount(samples=self.materials.samples)
         kept = self.folder / f"self-{amount.samples}x{amount.length}.i32"
         tokenizer = texts.tokenizer_for(calib, path)
         return texts.tokens(calib, _source(path), tokenizer, amount, kept, partial(told, "sampling")).tolist()

@@ -25,10 +25,10 @@ from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.sources.imatrix import Imatrix
 from attar.checkpoints.vocabulary import is_gguf
 from attar.compression.calibration import coverage, domain, hidden_states, texts
+from attar.compression.calibration.amount import Amount, Calibration, is_text
 from attar.compression.calibration.coverage import Coverage
 from attar.compression.calibration.hidden_states import HiddenStates
 from attar.compression.calibration.image_rows import ImageRows
-from attar.compression.calibration.texts import Amount, Calibration
 from attar.compression.groups import input_groups
 from attar.compression.solvers.rounding.means import ColumnMean
 from attar.errors import UserError
@@ -194,7 +194,7 @@ def make(
             *domain.warnings(domain.surprise(checkpoint, ids, Path(folder)), None),
         )
     named = as_imatrix(
-        checkpoint.config.names, means, ids, Path(str(calibration)).name if texts.is_text(calibration) else "self"
+        checkpoint.config.names, means, ids, Path(str(calibration)).name if is_text(calibration) else "self"
     )
     imatrix.write(target, named, overwrite)
     ratios = {name: float(mean.max() / mean.mean().clamp_min(1e-30)) for name, mean in named.means.items()}

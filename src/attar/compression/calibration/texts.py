@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from attar.checkpoints import vocabulary
 from attar.checkpoints.sources import hf
+from attar.compression.calibration.amount import Amount, Calibration, is_drawn, is_text
 from attar.compression.calibration.gradients import draw, uniforms
-from attar.compression.recipe.methods import MOST_DRAWN
 from attar.errors import UserError
 from attar.model.cache import ForwardBatch
 from attar.model.config import ModelConfig
@@ -28,67 +27,12 @@ from attar.progress import StageProgress
 from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 
-Calibration = str | Path | Sequence[Sequence[int]]
-"""A text file, token ids [S][L], or `SELF`."""
-
-SELF = "self"
-
-BESIDES = 2 << 32
-"""Offset of the seed of text sampled in addition to a calibration text."""
-
 CACHE_BYTES = 256 << 20  # of KV cache while sampling
-
-
-@dataclass(frozen=True, slots=True)
-class Amount:
-    """Amount of text to use, and the seed of all sampling."""
-
-    samples: int = 128  # sequences
-    length: int = 512  # tokens of each
-    seed: int = 0
-    drawn: int = 0  # additional sequences that the model writes
-
-    def __post_init__(self) -> None:
-        if self.samples < 1 or self.length < 2 or self.seed < 0:
-            raise UserError(
-                "option_out_of_range",
-                "calibration takes at least 1 sequence of at least 2 tokens, and a seed of at least 0",
-            )
-        if not 0 <= self.drawn <= MOST_DRAWN:
-            raise UserError(
-                "option_out_of_range",
-                f"0 to {MOST_DRAWN} sequences can be drawn from the model besides, not {self.drawn}",
-            )
-
-    def besides(self, length: int) -> Amount:
-        """Return the amount of additional text, in sequences of `length` tokens: other text than `SELF` of the same
-        seed."""
-        return Amount(self.drawn, length, BESIDES + self.seed)
-
-
-def is_text(calibration: Calibration | None) -> bool:
-    """Return whether the calibration is a text file."""
-    return isinstance(calibration, str | Path) and not is_drawn(calibration)
-
-
-def is_drawn(calibration: Calibration | None) -> bool:
-    """Return whether the model is to write the calibration text."""
-    return isinstance(calibration, str | Path) and str(calibration) == SELF
 
 
 def tokenizer_for(calibration: Calibration, folder: Path) -> Tokenizer | None:
     """Return the tokenizer of the model in `folder` where a text needs one: ids and `SELF` need none."""
     return vocabulary.tokenizer(folder) if is_text(calibration) else None
-
-
-def count(calibration: Calibration, amount: Amount) -> int:
-    """Return the maximal number of sequences."""
-    return amount.samples if isinstance(calibration, str | Path) else len(calibration)
-
-
-def drawn_name(source: str, amount: Amount) -> str:
-    """Return the file name for text sampled from the model whose files have the hash `source`."""
-    return f"self-{source[:16]}-{amount.samples}x{amount.length}-{amount.seed}.i32"
 
 
 def tokens(

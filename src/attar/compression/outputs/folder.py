@@ -28,6 +28,7 @@ from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.writer import MAX_SHARD, FilePlan, ShardWriter, plan_files
 from attar.compression.block import structured
 from attar.compression.outputs import model_card, towers
+from attar.compression.outputs.tower_schemes import UNCHANGED
 from attar.compression.recipe.recipe import HEAD, Recipe, naming
 from attar.compression.rotation.rotated import RotatedCheckpoint
 from attar.compression.solvers.rounding import rtn
@@ -48,7 +49,7 @@ class FolderOutput:
     ValueError where a group size does not divide, a scheme has no place in the
     output's format, nothing would change, or a file that belongs beside the weights is a link out of the source."""
 
-    def __init__(self, checkpoint: Checkpoint, recipe: Recipe, vision: str = towers.UNCHANGED) -> None:
+    def __init__(self, checkpoint: Checkpoint, recipe: Recipe, vision: str = UNCHANGED) -> None:
         folder, config = checkpoint.folder, checkpoint.config
         self.checkpoint = checkpoint
         self.carried = folder.carry_files()

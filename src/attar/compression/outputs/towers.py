@@ -16,6 +16,7 @@ from torch import Tensor
 from attar.checkpoints.layouts import compressed_tensors, export_layouts
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.sources.vision import VisionFiles, vision_config
+from attar.compression.outputs.tower_schemes import UNCHANGED
 from attar.compression.recipe.recipe import Recipe
 from attar.compression.solvers.rounding import rtn
 from attar.errors import UserError
@@ -23,10 +24,6 @@ from attar.formats.scheme import Part, Scheme, scale_dtype
 from attar.model.vision import assembly
 from attar.model.vision.config import VisionConfig
 from attar.model.vision.wrappers import OUTSIDE
-
-UNCHANGED = "16bit"
-SCHEMES = (UNCHANGED, "w8", "w8a8")
-"""What `--vision` takes."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ def _module(tensor: str) -> str:
 
 
 def quantized(checkpoint: Checkpoint, recipe: Recipe, name: str) -> QuantizedTower | None:
-    """Return the tower of a checkpoint in the scheme `name`, one of `SCHEMES`; None where it stays as it is.
+    """Return the tower of a checkpoint in the scheme `name`, one of `TOWER_SCHEMES`; None where it stays as it is.
 
     Raises ValueError for a model without a tower that attar reads.
     """

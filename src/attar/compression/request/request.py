@@ -6,10 +6,10 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
-from attar.compression.calibration import texts
-from attar.compression.calibration.texts import Amount, Calibration
-from attar.compression.outputs import towers
+from attar.compression.calibration.amount import Amount, Calibration, count_sequences, is_drawn
+from attar.compression.outputs.tower_schemes import TOWER_SCHEMES, UNCHANGED
 from attar.compression.recipe.recipe import Recipe
+from attar.compression.recipe.recipe_file import load_recipe
 from attar.errors import UserError
 from attar.formats.scheme import Scheme
 
@@ -84,7 +84,7 @@ class CompressionRequest:
     _: KW_ONLY
     recipe: str | Path | Recipe = "gptq-w4g128"
     head: str | None = None
-    vision: str = towers.UNCHANGED
+    vision: str = UNCHANGED
     target: Target | None = None
     calibration: Calibration | None = None
     samples: int = 128
@@ -108,7 +108,7 @@ class CompressionRequest:
         drawn = self.amount.drawn  # checked by `Amount`
         if not str(self.dst):  # an unset shell variable; Path would mean the current folder
             raise UserError("output_invalid", "the output's name is empty: give a folder to write")
-        if drawn and (self.calibration is None or texts.is_drawn(self.calibration)):
+        if drawn and (self.calibration is None or is_drawn(self.calibration)):
             raise UserError(
                 "calibration_missing",
                 "text is drawn to go with a calibration text: give one, or more samples of `self`",
@@ -117,10 +117,10 @@ class CompressionRequest:
             raise UserError(
                 "calibration_missing", "images go with a calibration text: give --calib a text file, or `self`"
             )
-        if self.vision not in towers.SCHEMES:
-            known = ", ".join(towers.SCHEMES)
+        if self.vision not in TOWER_SCHEMES:
+            known = ", ".join(TOWER_SCHEMES)
             raise UserError("name_unknown", f"a vision tower is stored as {known}, not {self.vision!r}")
-        if self.vision != towers.UNCHANGED and self.to_file:
+        if self.vision != UNCHANGED and self.to_file:
             raise UserError(
                 "option_conflict",
                 f"--vision {self.vision}: towers beside GGUF files are dense: give a folder as output",
@@ -140,6 +140,30 @@ class CompressionRequest:
         """Return whether the output is a GGUF file, not a folder."""
         return self.path.suffix.lower() == ".gguf"
 
+    def planned(self, recipe: str | Path | Recipe) -> Recipe:
+        """Return a recipe for this output: with the request's head, and with the mix of a file. Raises ValueError for
+        unknown words, and where the output cannot be of its kind."""
+        plan = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+        if self.head is not None:
+            plan = plan.with_head(self.head)
+        if plan.mix is not None and not self.to_file:
+            raise UserError(
+                "output_invalid",
+                f"{plan.name} is a mix of GGUF files: give an output that ends in .gguf, not {self.path}",
+            )
+        if self.to_file and (plan.pruning is not None or plan.structured is not None):
+            raise UserError(
+                "gguf_inexpressible",
+                f"{plan.name} writes a folder, not a GGUF file: give an output that does not end in .gguf",
+            )
+        return plan.for_file() if self.to_file else plan
+
+    def require_apart(self, source: Path) -> None:
+        """Raise ValueError where the output would replace the model at `source`."""
+        if source.resolve().is_relative_to(self.path.resolve()):
+            message = f"{self.dst} would replace the model that it is made from: choose another output"
+            raise UserError("output_is_source", message)
+
     @property
     def amount(self) -> Amount:
         """Return the amount of calibration text to use."""
@@ -148,7 +172,7 @@ class CompressionRequest:
     @property
     def given(self) -> int | None:
         """Return the maximal number of given calibration sequences; None without any."""
-        return None if self.calibration is None else texts.count(self.calibration, self.amount)
+        return None if self.calibration is None else count_sequences(self.calibration, self.amount)
 
     @property
     def sequences(self) -> int | None:

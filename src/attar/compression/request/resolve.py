@@ -16,20 +16,19 @@ from attar.checkpoints import vocabulary
 from attar.checkpoints.convert.dense import DenseFolder, Original, open_dense
 from attar.checkpoints.sources import hf, hub
 from attar.compression import device_placement
-from attar.compression.calibration import image_rows, importance, texts
-from attar.compression.calibration.texts import Calibration
+from attar.compression.calibration import image_rows, importance
+from attar.compression.calibration.amount import Calibration, is_text
 from attar.compression.outputs import towers
 from attar.compression.outputs.base import Output
 from attar.compression.outputs.folder import FolderOutput
 from attar.compression.outputs.gguf import GgufOutput
 from attar.compression.recipe import requirements
 from attar.compression.recipe.recipe import Recipe
-from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.request.request import CompressionRequest
 from attar.compression.rotation import rotation
 from attar.errors import UserError
 from attar.formats.codecs import ggml_mix
-from attar.text.files import read_text, require_text
+from attar.text.files import read_text
 from attar.text.tokenizer import Tokenizer
 
 
@@ -59,7 +58,7 @@ class ResolvedCompression:
     def with_texts(self) -> ResolvedCompression:
         """Read the texts that the request needs. Raises ValueError where the evaluation text is too short."""
         request, tokenizer, held_out = self.request, None, None
-        if texts.is_text(request.calibration) or request.evaluation is not None:
+        if is_text(request.calibration) or request.evaluation is not None:
             tokenizer = vocabulary.tokenizer(self.source.folder.path)
         if request.evaluation is not None:
             assert tokenizer is not None
@@ -81,21 +80,10 @@ class ResolvedCompression:
         return _layout(self.request, recipe, self.checkpoint, self.importances)
 
 
-def require_texts(request: CompressionRequest) -> None:
-    """Raise ValueError for a text file that does not exist, before a model is downloaded."""
-    if request.calibration is not None and texts.is_text(request.calibration):
-        require_text(str(request.calibration))
-    if request.evaluation is not None:
-        require_text(request.evaluation)
-
-
 def open_source(request: CompressionRequest) -> hf.Checkpoint:
     """Open the model. Raises ValueError (CheckpointError among them) where it cannot be compressed into the output."""
     folder = hub.resolve(request.src)
-    if folder.resolve().is_relative_to(request.path.resolve()):
-        raise UserError(
-            "output_is_source", f"{request.dst} would replace the model that it is made from: choose another output"
-        )
+    request.require_apart(folder)
     if not vocabulary.is_gguf(folder):
         checkpoint = hf.Checkpoint.open(folder)
         if "quantization_config" not in checkpoint.folder.config:
@@ -136,21 +124,7 @@ def resolve(
     ValueError with the reason where the recipe cannot be applied."""
     if importances is None and request.imatrix is not None:
         importances = importance.known(request.imatrix, source)
-    plan = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    if request.head is not None:
-        plan = plan.with_head(request.head)
-    if plan.mix is not None and not request.to_file:
-        raise UserError(
-            "output_invalid",
-            f"{plan.name} is a mix of GGUF files: give an output that ends in .gguf, not {request.path}",
-        )
-    if request.to_file and (plan.pruning is not None or plan.structured is not None):
-        raise UserError(
-            "gguf_inexpressible",
-            f"{plan.name} writes a folder, not a GGUF file: give an output that does not end in .gguf",
-        )
-    if request.to_file:
-        plan = plan.for_file()
+    plan = request.planned(recipe)
     towers.check(plan, source)
     if request.calib_images is not None:
         image_rows.check(request.calib_images, source)

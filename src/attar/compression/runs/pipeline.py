@@ -24,26 +24,26 @@ from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.writer import atomic_folder
 from attar.compression.block.record import Record
-from attar.compression.calibration import domain, texts
-from attar.compression.calibration.texts import Calibration
+from attar.compression.calibration import domain
+from attar.compression.calibration.amount import Calibration, drawn_name
 from attar.compression.memory import large_blocks_apart
 from attar.compression.outputs import towers
 from attar.compression.outputs.folder import FolderOutput
 from attar.compression.outputs.gguf import GgufOutput
+from attar.compression.outputs.tower_schemes import UNCHANGED
 from attar.compression.recipe.recipe import Recipe
-from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.request.request import CompressionRequest, Target
 from attar.compression.request.resolve import (
     ResolvedCompression,
     compressed_original,
     open_source,
-    require_texts,
     resolve,
 )
 from attar.compression.resume import write_note
 from attar.compression.runs import image_cost, tower_cost
+from attar.compression.runs.mistakes import check
 from attar.compression.runs.run import Run, begin_anew
-from attar.compression.search import best, bit_budget, candidates, compare_rtn
+from attar.compression.search import best, bit_budget, compare_rtn
 from attar.compression.search.best import Choice
 from attar.compression.search.bit_budget import Allocated
 from attar.compression.search.candidates import Candidates
@@ -119,22 +119,7 @@ def compress_request(request: CompressionRequest, progress: Progress | None = No
     unknown recipe word, a group size that does not divide, an existing output, a full disk, a NaN in a named layer."""
     began, report = time.monotonic(), progress or (lambda stage, done, total: None)
     dispatch.require(request.device)
-    tries = candidates.candidates(request.recipe)
-    if tries is not None and request.target is not None:
-        raise UserError(
-            "option_conflict",
-            f"a target chooses the bits of one recipe, and {request.recipe} tries several: leave the target out, or "
-            "name one recipe with it, such as guided-w4g128",
-        )
-    if tries is not None and request.imatrix is not None:
-        raise UserError(
-            "option_conflict",
-            f"{request.recipe} tries several recipes, which weigh errors by calibration text: leave the importance "
-            "matrix out, or name one recipe with it, such as gptq-q4_k_m",
-        )
-    if tries is None and not isinstance(request.recipe, Recipe):
-        load_recipe(request.recipe)  # a mistake in it or in a path costs no download
-    require_texts(request)
+    tries = check(request)
     source, choice = open_source(request), None
     if request.evaluation_images is not None:
         image_cost.check(request.evaluation_images, source.folder.path)
@@ -229,7 +214,7 @@ def _gain(asked: ResolvedCompression, run: Run, hashes: Mapping[str, str]) -> Ga
         return None
     amount = request.amount
     unread = replace(amount, samples=compare_rtn.SEQUENCES, seed=compare_rtn.UNREAD + amount.seed)
-    drawn = state / texts.drawn_name(receipt.combined_hash(hashes), unread)
+    drawn = state / drawn_name(receipt.combined_hash(hashes), unread)
     ids = compare_rtn.sequences(asked.calibration, asked.source, asked.tokenizer, amount, drawn)
     if ids is None:
         return None
@@ -238,7 +223,7 @@ def _gain(asked: ResolvedCompression, run: Run, hashes: Mapping[str, str]) -> Ga
         importances = run.output.importances
     plain = replace(
         request, dst=state / ("plain.gguf" if request.to_file else "plain"), recipe=rounded, imatrix=None,
-        calibration=run.given.tolist(), evaluation=None, evaluation_images=None, vision=towers.UNCHANGED,
+        calibration=run.given.tolist(), evaluation=None, evaluation_images=None, vision=UNCHANGED,
         overwrite=True,
     )  # fmt: skip
     trial = resolve(plain, asked.source, rounded, plain.sequences, importances=importances)

@@ -25,11 +25,12 @@ from attar.checkpoints.writer import MAX_SHARD, ShardWriter, Workspace, allocate
 from attar.compression.block.record import Record
 from attar.compression.block.work import on_tiles
 from attar.compression.calibration import coverage, domain, image_rows, importance, texts
+from attar.compression.calibration.amount import count_sequences, drawn_name
 from attar.compression.calibration.domain import DomainCheck
 from attar.compression.calibration.image_rows import ImageRows
 from attar.compression.calibration.loss_weights import Guide, key
-from attar.compression.outputs import towers
 from attar.compression.outputs.base import Output
+from attar.compression.outputs.tower_schemes import UNCHANGED
 from attar.compression.recipe import requirements
 from attar.compression.recipe.methods import SpinQuant, SqueezeLlm
 from attar.compression.recipe.recipe import HEAD, Recipe
@@ -85,7 +86,7 @@ class Run:
         Raises ValueError where an interrupted run had another subject, and as `texts.tokens`."""
         resolved, request = asked, asked.request
         if allocation is not None and asked.calibration is not None:
-            sequences = texts.count(asked.calibration, request.amount) + request.drawn
+            sequences = count_sequences(asked.calibration, request.amount) + request.drawn
             resolved = asked.with_recipe(allocation.recipe, sequences)
         self.request, self.source, self.work, self.report = request, asked.source, work, report
         self._resolved, self.plan, self.checkpoint = resolved, resolved.recipe, resolved.checkpoint
@@ -120,13 +121,13 @@ class Run:
         resolved, amount = self._resolved, self.request.amount
         if resolved.calibration is None or not (resolved.reads or resolved.weighs):
             return None, None
-        drawn, told = self.work.state / texts.drawn_name(source, amount), partial(self.report, "sampling")
+        drawn, told = self.work.state / drawn_name(source, amount), partial(self.report, "sampling")
         given = texts.tokens(resolved.calibration, self.source, resolved.tokenizer, amount, drawn, told)
         requirements.enough(self.plan, len(given))
         if not amount.drawn:
             return given, None
         besides = amount.besides(given.shape[1])
-        drawn, told = drawn_at / texts.drawn_name(source, besides), partial(self.report, "drawing")
+        drawn, told = drawn_at / drawn_name(source, besides), partial(self.report, "drawing")
         return given, texts.written(self.source, besides, drawn, told)
 
     def _with_images(self, source: str, folder: Path) -> ImageRows | None:
@@ -153,7 +154,7 @@ class Run:
         }
         about |= {"drawn": request.drawn} if request.drawn else {}
         about |= {} if self.images is None else {"calibration_images": self.images.to_dict()}
-        about |= {} if request.vision == towers.UNCHANGED else {"vision": request.vision}
+        about |= {} if request.vision == UNCHANGED else {"vision": request.vision}
         about |= {} if request.device == "cpu" else {"device": request.device}
         about |= {"products": "bfloat16"} if self._on_tiles(recipe) else {}
         original = compressed_original(self.source)

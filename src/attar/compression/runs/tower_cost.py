@@ -10,7 +10,7 @@ import torch
 from attar.checkpoints.receipts import vision_probe
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.sources.vision import load_vision
-from attar.compression.outputs import towers
+from attar.compression.outputs.tower_schemes import UNCHANGED
 from attar.compression.outputs.towers import QuantizedTower
 from attar.errors import UserError
 from attar.formats.packed import PackedTensor
@@ -38,7 +38,7 @@ def measure(made: Path, source: Checkpoint, tower: QuantizedTower | None) -> tup
     rows = vision.encode(image)
     if not rows.isfinite().all():
         return None, "The vision tower makes a NaN or an infinity of a generated image: it has no probe."
-    about: dict[str, Any] = {"scheme": towers.UNCHANGED}
+    about: dict[str, Any] = {"scheme": UNCHANGED}
     if tower is not None:
         original = load_vision(source.folder, torch.float32)
         assert original is not None, "its output has a tower"

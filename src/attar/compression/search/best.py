@@ -28,6 +28,7 @@ from attar.checkpoints.sources import hf, opening
 from attar.compression import resume
 from attar.compression.block.passes import Unsolved
 from attar.compression.calibration import texts
+from attar.compression.calibration.amount import count_sequences, drawn_name
 from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.request.request import CompressionRequest
 from attar.compression.request.resolve import resolve
@@ -103,14 +104,14 @@ def for_output(
             "calibration_missing",
             "choosing among recipes needs calibration: give --calib a text file, or `self` to sample it",
         )
-    left_out = _refused(candidates, request, checkpoint, _calibrating(texts.count(calibration, amount)))
+    left_out = _refused(candidates, request, checkpoint, _calibrating(count_sequences(calibration, amount)))
     tokenizer = texts.tokenizer_for(calibration, checkpoint.folder.path)
     kept = dst.absolute().parent / f".{dst.name}.attar-tried"
     if not request.resume:
         shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir(parents=True, exist_ok=True)
     source = combined_hash(checkpoint.folder.source_hashes(lambda done, total: report("hashing", done, total)))
-    drawn = kept / texts.drawn_name(source, amount)
+    drawn = kept / drawn_name(source, amount)
     ids = texts.tokens(calibration, checkpoint, tokenizer, amount, drawn, partial(report, "sampling"))
     candidates = _without(candidates, left_out)
     left_out |= (fewer := _refused(candidates, request, checkpoint, _calibrating(len(ids))))

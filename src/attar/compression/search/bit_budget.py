@@ -22,6 +22,7 @@ from torch import Tensor
 from attar.checkpoints.receipts.receipt import combined_hash
 from attar.checkpoints.sources import hf
 from attar.compression.calibration import texts
+from attar.compression.calibration.amount import count_sequences, drawn_name, is_drawn
 from attar.compression.calibration.loss_weights import key
 from attar.compression.recipe import requirements
 from attar.compression.recipe.recipe import Override, Recipe
@@ -124,7 +125,7 @@ def for_output(resolved: ResolvedCompression, report: Progress) -> Allocated:
             "calibration_missing",
             "a target needs calibration to measure on: give --calib a text file, or `self` to sample it",
         )
-    sequences = texts.count(calibration, amount)
+    sequences = count_sequences(calibration, amount)
     divisible(sequences)
     trials = list(_trials(checkpoint, recipe, candidates))
     recipe.check_read(trials)
@@ -141,9 +142,9 @@ def for_output(resolved: ResolvedCompression, report: Progress) -> Allocated:
     dst.parent.mkdir(parents=True, exist_ok=True)
     file = dst.parent / f".{dst.name}.attar-allocation.jsonl"
     source = ""
-    if texts.is_drawn(calibration):
+    if is_drawn(calibration):
         source = combined_hash(checkpoint.folder.source_hashes(lambda done, total: report("hashing", done, total)))
-    drawn = file.with_suffix(f".{texts.drawn_name(source, amount)}")
+    drawn = file.with_suffix(f".{drawn_name(source, amount)}")
     if not request.resume:
         Log.remove(file)
         drawn.unlink(missing_ok=True)

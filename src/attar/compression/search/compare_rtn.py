@@ -24,7 +24,7 @@ from attar import machine
 from attar.checkpoints.sources import hf
 from attar.checkpoints.sources.shards import Checkpoint, open_checkpoint
 from attar.compression.calibration import texts
-from attar.compression.calibration.texts import Amount, Calibration
+from attar.compression.calibration.amount import Amount, Calibration, is_drawn, is_text
 from attar.compression.recipe.methods import Rtn
 from attar.compression.recipe.recipe import Recipe
 from attar.compression.search.candidates import ABLATION, candidates
@@ -86,9 +86,9 @@ def sequences(
 ) -> Tensor | None:
     """Return token ids [S, L] of the calibration's kind, outside the calibration; None where there are none. Text that
     the model writes is kept in the file `drawn`."""
-    if texts.is_drawn(calibration):
+    if is_drawn(calibration):
         return texts.written(checkpoint, Amount(SEQUENCES, amount.length, UNREAD + amount.seed), drawn)
-    if not texts.is_text(calibration):
+    if not is_text(calibration):
         return None
     assert tokenizer is not None
     assert isinstance(calibration, str | Path)

@@ -46,6 +46,7 @@ from attar.checkpoints.receipts.probes import measure_probes
 from attar.checkpoints.sources.hf import Checkpoint
 from attar.checkpoints.vocabulary import is_gguf
 from attar.compression.calibration import gradients, texts
+from attar.compression.calibration.amount import Amount
 from attar.compression.calibration.hidden_states import HiddenStates, rows_at_once
 from attar.compression.recipe.methods import Tune
 from attar.compression.resume import restore, save
@@ -125,7 +126,7 @@ def run(
     ids = ids[_taken(ids)]
     judged = len(ids)
     if options.drawn:
-        amount, path = texts.Amount(options.drawn, length, DRAWN + seed), state / "drawn.i32"
+        amount, path = Amount(options.drawn, length, DRAWN + seed), state / "drawn.i32"
         drawn = texts.written(source, amount, path, lambda done, of: report("drawing", done, of))
     if drawn is not None:
         ids = torch.cat([ids, drawn])

@@ -10,6 +10,9 @@ is bounded. A loan of blocks ends once they are copied, before they are written.
 *Between engines.* A decode engine whose tree and disk lack blocks asks its prefill peer for them, and waits likewise;
 a thread of its own pulls them. A prefill engine computes what peers ask for as a request of its own, and lends the
 blocks to the thread that sends them (`transfer/listener.py`).
+
+*Between replicas.* An engine that has just started takes blocks over from another (`handover.py`), which lends what its
+tree has.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from attar.engine.blocks.handover import Handover, Listed, TakenOver
 from attar.errors import UserError
 from attar.kv.block_bytes import BlockBytes
 from attar.kv.pages import PagedKV
@@ -34,8 +38,8 @@ from attar.transfer.credentials import Credentials
 from attar.transfer.disk_cache import DiskCache
 from attar.transfer.folder import PrivateFolder
 from attar.transfer.header import Origin
-from attar.transfer.listener import GivenBack, GivenUp, LentBlocks, PrefillAsked, PrefillListener
-from attar.transfer.puller import Puller
+from attar.transfer.listener import GivenBack, GivenUp, HottestAsked, LentBlocks, PrefillAsked, PrefillListener
+from attar.transfer.puller import Pulled, Puller
 from attar.transfer.wire import Address, Prefill
 from attar.transfer.worker import Worker
 
@@ -70,7 +74,8 @@ class SavedBlocks:
 class PeerBlocks:
     """The address at which a prefill engine answers, where `serves`, or a decode engine asks.
 
-    `model` and `settings` are those of `Origin`. `credentials` are for addresses on networks.
+    `model` and `settings` are those of `Origin`. `credentials` are for addresses on networks. Of `replicas` each
+    answers at its own address, computes nothing for others, and takes over blocks where it is told to.
     """
 
     address: Address
@@ -78,6 +83,7 @@ class PeerBlocks:
     model: str
     settings: str
     credentials: Credentials | None = None
+    replicas: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,11 +139,14 @@ class BlockMoves:
             scheduler.tables.kept = deque()
         self.puller: Puller | None = None
         self.listener: PrefillListener | None = None
+        self.handover: Handover | None = None
         if peer is not None:
-            origin = Origin(peer.model, peer.settings, layout, self._size, size)
+            origin, tell = Origin(peer.model, peer.settings, layout, self._size, size), self.worker.tell
             if peer.serves:
-                read, tell = self._bytes.read, self.worker.tell
-                self.listener = PrefillListener(peer.address, origin, read, tell, peer.credentials)
+                read, replicas = self._bytes.read, peer.replicas
+                self.listener = PrefillListener(peer.address, origin, read, tell, peer.credentials, replicas)
+                if replicas:
+                    self.handover = Handover(scheduler, self._bytes, origin, self.pulls, tell)
             else:
                 self.puller = Puller(peer.address, origin, peer.credentials)
 
@@ -165,6 +174,8 @@ class BlockMoves:
             logger.exception("a request fetches nothing")
 
     def _consider(self, sequences: Collection[Tokens], salt: bytes, adapter: str) -> None:
+        if self.disk is None and self.puller is None:
+            return
         queued = [each for each in sequences if each.status is Status.QUEUED and not each.bypass]
         if not queued or queued[0].images:  # whose ids mean something in this process alone
             return
@@ -210,6 +221,12 @@ class BlockMoves:
                     self.scheduler.fetching.give_back(loan)
                 case PrefillAsked() if not self._closing:  # else its thread gives up by itself: the listener is closed
                     self._compute(done)
+                case HottestAsked():
+                    done.reply.put(self.scheduler.cache.last_used(done.blocks))
+                case Listed() if self.handover is not None:
+                    self.handover.listed(done)
+                case TakenOver() if self.handover is not None:
+                    self.handover.taken_over(done)
                 case GivenBack():
                     self.scheduler.fetching.give_back(done.lent.loan)
                 case GivenUp():
@@ -227,7 +244,11 @@ class BlockMoves:
                 self.skipped += 1
 
     def _compute(self, asked: PrefillAsked) -> None:
-        """Compute a peer's prompt as a request of the engine's own, and lend the peer its blocks."""
+        """Compute a peer's prompt as a request of the engine's own, unless what is cached will do, and lend the peer
+        its blocks."""
+        if asked.ask.cached:
+            self._lend(asked, asked.ask.block_salt)
+            return
         ask, id = asked.ask, f"{OWN}{next(self._numbers)}"
 
         def done(event: Event) -> None:
@@ -246,7 +267,7 @@ class BlockMoves:
         lent = None
         try:
             if salt == asked.ask.block_salt:
-                blocks = self.scheduler.cache.match(salt, asked.tokens).blocks
+                blocks = self.scheduler.cache.match(salt, asked.tokens, use=not asked.ask.cached).blocks
                 lent = LentBlocks(blocks, self.scheduler.fetching.lend(blocks))
         finally:
             asked.reply.put(lent)
@@ -269,8 +290,11 @@ class BlockMoves:
             pulled = self.puller.pulled
             return (pulled.blocks, pulled.bytes, 0, 0, pulled.refused, pulled.failed, pulled.busy)
         if self.listener is not None:
-            sent = self.listener.sent
-            return (0, 0, sent.blocks, sent.bytes, sent.refused, sent.failed, 0)
+            sent, pulled = self.listener.sent, Pulled() if self.handover is None else self.handover.pulled
+            return (
+                pulled.blocks, pulled.bytes, sent.blocks, sent.bytes, sent.refused + pulled.refused,
+                sent.failed + pulled.failed, pulled.busy,
+            )  # fmt: skip
         return None
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
@@ -279,6 +303,8 @@ class BlockMoves:
         end, self._closing = self._clock() + seconds, True
         if self.listener is not None:
             self.listener.close()
+        if self.handover is not None:
+            self.handover.close()
         self.settle()
         while (self._saving or self._offered) and self._clock() < end:
             self.worker.wait(max(0.0, end - self._clock()))

@@ -7,7 +7,7 @@ from pathlib import Path
 from attar.engine.blocks.moves import PeerBlocks, SavedBlocks
 from attar.engine.identity import model_of, settings_of
 from attar.errors import UserError
-from attar.protocol.settings import Settings
+from attar.protocol.settings import BLOCKS_SOCKET, Settings
 from attar.transfer import credentials
 from attar.transfer.credentials import Credentials
 from attar.transfer.folder import PrivateFolder
@@ -42,7 +42,7 @@ def peer_of(settings: Settings) -> PeerBlocks | None:
     `credentials.load`; OSError for a file or folder that is not there.
     """
     if settings.prefill_peer is None:
-        return None
+        return _replicas_of(settings) if settings.hands_over else None
     check(settings, "--prefill-peer")
     if settings.role not in ("prefill", "decode"):
         raise UserError("option_missing", "--prefill-peer needs --role prefill or --role decode")
@@ -50,6 +50,23 @@ def peer_of(settings: Settings) -> PeerBlocks | None:
     found = credentials_of(settings, address)
     address.check(found)
     return PeerBlocks(address, serves, model_of(settings), settings_of(settings), found)
+
+
+def _replicas_of(settings: Settings) -> PeerBlocks:
+    """Return the place where other replicas take over this engine's blocks."""
+    address = Address(Path(settings.socket).with_name(BLOCKS_SOCKET))
+    return PeerBlocks(address, True, model_of(settings), settings_of(settings), replicas=True)
+
+
+def keeps_to_itself(bits: str, sliding: bool, tower: bool) -> str:
+    """Return why other replicas cannot take over the blocks of an engine that is asked to hand them over; empty where
+    they can. `bits` are those of `Ready`, `sliding` says whether layers have blocks of their own, and `tower` whether
+    requests may have images."""
+    if not bits:
+        return "the bits of an answer may depend on other requests"
+    if sliding:
+        return "layers with a sliding window have blocks of their own"
+    return "ids of images are each engine's own" if tower else ""
 
 
 def credentials_of(settings: Settings, address: Address) -> Credentials | None:

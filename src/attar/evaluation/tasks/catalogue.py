@@ -12,6 +12,7 @@ MEMBERS: Mapping[str, tuple[str, ...]] = {
     "arc": ("arc_easy", "arc_challenge"),
     "arc_easy": ("arc_easy",),
     "arc_challenge": ("arc_challenge",),
+    "chartqa": ("chartqa",),
     "gsm8k": ("gsm8k",),
     "hellaswag": ("hellaswag",),
     "ifeval": ("ifeval",),
@@ -23,8 +24,11 @@ MEMBERS: Mapping[str, tuple[str, ...]] = {
 }
 """Tasks of the harness by the name that a user gives. Those of one entry read the same items, but for `arc`."""
 
+IMAGES = ("chartqa",)
+"""Tasks whose items have images. They are asked of local items alone: libraries decode images of the Hub's in place."""
+
 FOLDERS = (
-    "arc", "gsm8k", "hellaswag", "ifeval", "lambada", "mmlu/default", "piqa", "truthfulqa", "winogrande",
+    "arc", "chartqa", "gsm8k", "hellaswag", "ifeval", "lambada", "mmlu/default", "piqa", "truthfulqa", "winogrande",
 )  # fmt: skip
 """Folders of the harness that define these tasks: all of its folders take seconds to read."""
 
@@ -46,4 +50,6 @@ class TaskSource:
             raise UserError("option_malformed", f"a task is given as NAME or NAME=PATH, not {text!r}")
         if path and name == "arc":
             raise UserError("option_malformed", "arc has items of two kinds: give arc_easy=PATH and arc_challenge=PATH")
+        if name in IMAGES and not path:
+            raise UserError("option_malformed", f"{name} has items with images: give them as {name}=PATH")
         return cls(name, Path(path) if path else None)

@@ -18,6 +18,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows
+from torch import Tensor
 
 from attar.errors import UserError
 from attar.kernels import ops
@@ -64,9 +65,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
         """Encode as the harness does, which gives the continuation what the whole has past as many tokens as the
         context has alone. Where that is nothing, it begins at the first token that differs."""
         front, back = super()._encode_pair(context, continuation)
-        if back:
-            return front, back
-        whole = self.tok_encode(context + continuation)
+        return (front, back) if back else self.cut(front, self.tok_encode(context + continuation))
+
+    @staticmethod
+    def cut(front: list[int], whole: list[int]) -> Pair:
+        """Return the tokens of a context, and those of the whole that are its continuation, as `_encode_pair`."""
+        if len(whole) > len(front):
+            return front, whole[len(front) :]
         same = next((i for i, (a, b) in enumerate(zip(front, whole, strict=False)) if a != b), len(front))
         cut = max(1, min(same, len(whole) - 1))  # leaves a token to predict, and one to predict it from
         return whole[:cut], whole[cut:]
@@ -128,15 +133,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
         logits = self.decoder.forward(
             fed, ForwardBatch(lengths, lengths, device=device), torch.tensor(rows, device=device)
         ).cpu()  # [R, V]
-        if not logits.isfinite().all():
-            raise UserError("not_finite", "the logits of the model hold a NaN or an infinity: its weights are damaged")
-        best = ops.argmax(logits)
-        found = {}
-        for i, (first, count) in starts.items():
-            wanted = torch.tensor(pairs[i][1])
-            part = slice(first, first + count)
-            found[i] = -nll(logits[part], wanted).sum().item(), bool((best[part] == wanted).all())
-        return found
+        return {i: scored(logits[first : first + count], pairs[i][1]) for i, (first, count) in starts.items()}
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return greedy continuations, each up to the first of its stop strings, an end of text, or its most tokens.
@@ -147,7 +144,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
         for at in range(0, len(requests), TEXTS_AT_ONCE):
             some = requests[at : at + TEXTS_AT_ONCE]
             texts += self._continued(
-                [request.args[0] for request in some], [_ends(request.args[1]) for request in some]
+                [request.args[0] for request in some], [ends_of(request.args[1]) for request in some]
             )
             self.told("generating", len(texts), len(requests))
         return texts
@@ -171,13 +168,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
             for i, token in enumerate(ids.tolist()):
                 if texts[i] is None:
                     made[i].append(token)
-                    texts[i] = self._ended(made[i], *ends[i])
+                    texts[i] = self.ended(made[i], *ends[i])
             if all(text is not None for text in texts):
                 break
             lengths, rows = (1,) * len(prompts), torch.arange(len(prompts), device=device)
         return [text if text is not None else self.tokens.decode(ids) for text, ids in zip(texts, made, strict=True)]
 
-    def _ended(self, made: list[int], stops: tuple[str, ...], most: int) -> str | None:
+    def ended(self, made: list[int], stops: tuple[str, ...], most: int) -> str | None:
         """Return the text of `made` where it has ended, else None."""
         over = made[-1] in self.tokens.eos_ids
         text = self.tokens.decode(made[:-1] if over else made)
@@ -187,7 +184,16 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
         return text if over or len(made) >= most else None
 
 
-def _ends(settings: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
+def scored(logits: Tensor, wanted: Sequence[int]) -> tuple[float, bool]:
+    """Return the log-likelihood of tokens by logits [N, V], and whether each was the most probable. Raises UserError
+    where logits are not finite."""
+    if not logits.isfinite().all():
+        raise UserError("not_finite", "the logits of the model hold a NaN or an infinity: its weights are damaged")
+    tokens = torch.tensor(wanted)
+    return -nll(logits, tokens).sum().item(), bool((ops.argmax(logits) == tokens).all())
+
+
+def ends_of(settings: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
     """Return the stop strings and the most tokens of a text. Raises UserError for settings that sample."""
     if settings.get("do_sample") or settings.get("temperature", 0.0):
         raise UserError("task_malformed", "the task samples its texts: greedy texts are supported")

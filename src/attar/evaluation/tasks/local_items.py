@@ -59,7 +59,11 @@ def _items(path: Path) -> datasets.Dataset:
         raise UserError("task_malformed", f"{path}: its items cannot be read: {error}") from error
     if not table.num_rows:
         raise UserError("task_malformed", f"{path} has no items")
-    return datasets.Dataset(table)
+    items = datasets.Dataset(table)
+    for name, feature in items.features.items():
+        if isinstance(feature, datasets.Image):  # decoded by a limited process, and not by the library
+            items = items.cast_column(name, datasets.Image(decode=False))
+    return items
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

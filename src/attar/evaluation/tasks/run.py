@@ -19,13 +19,16 @@ import numpy as np
 
 from attar.checkpoints import vocabulary
 from attar.checkpoints.sources import hf, hub
+from attar.checkpoints.sources.vision import image_settings, vision_of
 from attar.errors import UserError
 from attar.evaluation.report import Model, load
 from attar.evaluation.tasks import local_items
 from attar.evaluation.tasks.catalogue import FOLDERS, MEMBERS, TaskSource
+from attar.images.settings import ImageSettings
 from attar.kernels import dispatch
 from attar.metrics import bootstrap
 from attar.metrics.bootstrap import LEVEL, RESAMPLES, SEED, Interval
+from attar.metrics.images import Seeing
 from attar.metrics.streaming import exp
 from attar.model.decoder import Decoder
 from attar.progress import Progress
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
     import datasets
     from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
+
+    from attar.evaluation.tasks.harness_model import HarnessModel
 
 EXTRA = "attar eval --task needs the package lm-eval: pip install 'attar[eval]'"
 SUBJECT = "subject"  # the column of MMLU's items that names their subtask
@@ -128,13 +133,33 @@ def evaluate_tasks(
         tokenizer = vocabulary.tokenizer(folder)
     with _quiet():
         asked = _load(tasks, shots)  # fails before a model is loaded
+        images = _images(folder, device) if any(getattr(task, "MULTIMODAL", False) for task in asked) else None
         decoder = load(model, folder, computed, told, adapter, device)
         supported = decoder.config.context
         if context is not None and context > supported:
             message = f"a context of {context} is longer than the {supported} positions that the model supports"
             raise UserError("context_exceeded", message)
-        found = _ask(decoder, tokenizer, context or supported, asked, limit, told)
+        limits = tokenizer, context or supported, told
+        if images is None:
+            from attar.evaluation.tasks.harness_model import HarnessModel
+
+            made = HarnessModel(decoder, *limits)
+        else:
+            from attar.evaluation.tasks.image_model import ImageHarnessModel
+
+            assert folder is not None, "settings of images come from a folder"
+            made = ImageHarnessModel(Seeing(decoder, vision_of(folder, decoder.dtype)), images, *limits)
+        found = _ask(made, asked, limit)
     return TaskReport(found, tokenizer.added_bos, metadata.version("lm-eval"))
+
+
+def _images(folder: Path | None, device: str) -> ImageSettings:
+    """Return how a model wants images. Raises UserError for one that takes none, and for a device other than a CPU."""
+    if folder is None:
+        raise UserError("feature_unsupported", "a loaded decoder has no vision tower: name the model's folder")
+    if device != "cpu":
+        raise UserError("device_unsupported", "tasks with images are computed on a CPU: leave --device out")
+    return image_settings(folder)
 
 
 def _require() -> None:
@@ -258,16 +283,13 @@ def _settings(manager: TaskManager, member: str) -> dict[str, Any]:
     return found
 
 
-def _ask(
-    decoder: Decoder, tokenizer: Tokenizer, context: int, asked: Sequence[Task], limit: int | None, told: Progress
-) -> dict[str, Answers]:
+def _ask(model: HarnessModel, asked: Sequence[Task], limit: int | None) -> dict[str, Answers]:
     from lm_eval import evaluator
 
-    from attar.evaluation.tasks.harness_model import HarnessModel
-
     found = evaluator.simple_evaluate(
-        HarnessModel(decoder, tokenizer, context, told), tasks=list(asked), limit=limit, bootstrap_iters=0,
-        random_seed=SEED, numpy_random_seed=SEED, torch_random_seed=SEED, fewshot_random_seed=SEED,
+        model, tasks=list(asked), limit=limit, bootstrap_iters=0, random_seed=SEED, numpy_random_seed=SEED,
+        torch_random_seed=SEED, fewshot_random_seed=SEED,
+        task_manager=task_manager(),  # else the harness reads all of its own, for many seconds
     )  # fmt: skip
     assert found is not None, "the harness returns nothing to processes other than the first"
     pooled: dict[str, list[Task]] = {}

@@ -173,6 +173,10 @@ class EngineClient:
             for command in commands:  # unknown to the engine
                 self._left.pop(command.id, None)
 
+    def take_over(self, blocks_at: str) -> None:
+        """Tell the engine to take over cached blocks of the one whose `Ready.blocks_at` this is."""
+        self._send([messages.TakeOver(blocks_at)])
+
     def drop(self, requests: Iterable[str], tell: bool) -> None:
         """Forget requests that have ended here, and `tell` the engine to cancel them."""
         tell = tell and self.ready is not None

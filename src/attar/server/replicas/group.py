@@ -34,7 +34,7 @@ from attar.server.engine_client.heartbeat import STUCK
 from attar.server.engine_client.response_stream import Backlog, ResponseStream
 from attar.server.replicas.observed import Health, total
 from attar.server.replicas.relay import Relay
-from attar.server.replicas.replica import Replica
+from attar.server.replicas.replica import Replica, handed_by
 
 MAX_REPLAYS = 2  # of a request
 RETRY_SECONDS = 0.05  # until a request that no engine had room for is routed again
@@ -302,6 +302,8 @@ class ReplicaGroup:
         if not ready.bits:
             logger.warning("replica %d: its bits depend on what runs beside: no answer is continued", replica.number)
         self._count_places()
+        if blocks_at := handed_by(self.replicas, replica, self.router.prefixes.held):
+            replica.client.take_over(blocks_at)
 
     def _resumed(self, replica: Replica) -> None:
         for relay in self.open.values():

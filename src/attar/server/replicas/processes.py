@@ -140,7 +140,7 @@ def run(
 
             def child(number: int) -> EngineProcess:
                 settings, own = shares[number]
-                placed = msgspec.structs.replace(settings, socket=str(paths[number]), tells_cache=True)
+                placed = msgspec.structs.replace(settings, socket=str(paths[number]), tells_cache=True, hands_over=True)
                 client = group.replicas[number].client
 
                 def gave_up(code: int) -> None:

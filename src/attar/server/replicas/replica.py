@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from attar.server.engine_client.client import EngineClient
@@ -47,6 +48,21 @@ class Replica:
             "open": len(self.client.open), "deaths": self.deaths, "restarts": self.restarts, "requests": self.routed,
             "prompt_tokens": self.asked, "cached_prompt_tokens": self.cached, "stats": self.client.stats,
         }  # fmt: skip
+
+
+def handed_by(replicas: Sequence[Replica], new: Replica, held: Callable[[int], int]) -> str:
+    """Return where the engine of `new`, which has just become ready, may take over cached blocks: from the engine of
+    equal bits that has most of them. `held` tells how many by number. Empty where there are none, or it cannot."""
+    ready, most, found = new.client.ready, 0, ""
+    if ready is None or not ready.blocks_at or new.strange:
+        return ""
+    for each in replicas:
+        other = each.client.ready
+        if each is new or other is None or not each.usable or other.bits != ready.bits or not other.blocks_at:
+            continue
+        if (count := held(each.number)) > most:
+            most, found = count, other.blocks_at
+    return found
 
 
 STATES = ("loading", "ready", "draining", "down", "stuck", "strange", "failed")
