@@ -1,10 +1,10 @@
 """Train the toy that sees: a vision tower, its projector, and a LoRA adapter of the embedded model.
 
-    PYTHONPATH=src:tools python -m toy_vision.train --work build/toy --minutes 40
+    PYTHONPATH=src:tools python -m toy_vision.train --work build/toy
 
 First the tower learns alone: nine learned averages of its patches must name the shape and the colour in each cell. Then
 tower, projector, adapter and the rows of the two marker tokens learn together to answer, and the tower goes on naming.
-A picture is followed by up to four questions with their answers, and each answer is learned. The embedded model itself
+A picture is followed by a question of each kind that is possible, with its answer, and each answer is learned. The embedded model itself
 stays as it is. Matrices of the tower learn by Muon (`train_demo_model.py`), the rest by AdamW.
 
 A checkpoint is written every five minutes; a run that was stopped goes on from it. Seeds fix pictures and questions.
@@ -30,7 +30,6 @@ from train_demo_model import Muon
 
 RANK = 16
 CELLS, SHAPES, COLOURS = len(scenes.CELLS), len(scenes.SHAPES), len(scenes.COLOURS)
-QUESTIONS = 4  # of a picture
 IGNORED = -100
 MUON, ADAM = 0.02, 2e-3  # learning rates at their peak
 NAMING = 0.3  # weight of naming cells while answers are learned
@@ -145,7 +144,7 @@ class Batches:
             one = scenes.question(scene, str(kind), about)
             if one is not None:
                 asked.append(one)
-        for one in asked[:QUESTIONS]:
+        for one in asked:
             question = self.tokenizer.encode(f"{one.text}\n").ids
             answer = [*self.tokenizer.encode(one.answer).ids, 0]
             ids += [*question, *answer]
@@ -183,8 +182,8 @@ def rate(step: int, steps: int, peak: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--tower-steps", type=int, default=2500)
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--tower-steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1100)
     parser.add_argument("--batch", type=int, default=32)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
