@@ -4,8 +4,8 @@
 
 First the tower learns alone: nine learned averages of its patches must name the shape and the colour in each cell. Then
 tower, projector, adapter and the rows of the two marker tokens learn together to answer, and the tower goes on naming.
-A picture is followed by a question of each kind that is possible, with its answer, and each answer is learned. The embedded model itself
-stays as it is. Matrices of the tower learn by Muon (`train_demo_model.py`), the rest by AdamW.
+A picture is followed by a question of each kind that is possible, with its answer, and each answer is learned. The
+embedded model itself stays as it is. Matrices of the tower learn by Muon (`train_demo_model.py`), the rest by AdamW.
 
 A checkpoint is written every five minutes; a run that was stopped goes on from it. Seeds fix pictures and questions.
 """
