@@ -15,7 +15,7 @@ from toy_vision import checkpoint, measure, scenes
 from attar import LLM
 
 ASKED = 100
-LEAST_RIGHT = 0.90  # of so many; the whole measurement, of 5,000, is in docs/images.md
+LEAST_RIGHT = 0.90  # of so many; `toy_vision.measure` asks 5,000
 MOST_SHUFFLED = 0.30  # chance is 0.18, and three deviations of so many are 0.12
 MOST_BYTES = 8_000_000
 
