@@ -59,7 +59,7 @@ def test_the_text_stands_behind_its_image(case: str, tokenizer: Tokenizer, tmp_p
     assert [each.name for each in found] == ["a.png", "in/b.png"]
     assert pairs.warnings == ()
     for each, text in zip(found, ("a cat. what?", "what is this?"), strict=True):
-        rows = each.rows(IMAGE)
+        rows = [at for at, token in enumerate(each.ids) if token == IMAGE]
         assert rows == list(range(rows[0], rows[0] + len(rows))) or case in ("smolvlm", "llava_next")
         assert len(rows) == each.image.rows
         assert rows[-1] < each.behind
