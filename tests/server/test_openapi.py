@@ -8,7 +8,7 @@ and its answers are short. Its queue is short, too: a request of many prompts ha
 bodies its coverage phase sends is held, too: that phase goes through every field's values, but with a schema that it
 cannot go through it sends one body and says nothing.
 
-TEST_OPENAPI_EXAMPLES sets the examples of each operation: 20 in the tests, thousands for a long run.
+TEST_OPENAPI_EXAMPLES sets the examples of each operation: 10 in the tests, thousands for a long run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.server.conftest import Running
 
 SCHEMATHESIS = Path(__file__).parents[2] / ".venv-clients" / "bin" / "schemathesis"
 KEY = "the-key-of-this-test-" + "k" * 20
-EXAMPLES = int(os.environ.get("TEST_OPENAPI_EXAMPLES", "20"))
+EXAMPLES = int(os.environ.get("TEST_OPENAPI_EXAMPLES", "10"))
 SEED = int(os.environ.get("TEST_OPENAPI_SEED", "1"))
 SECONDS = 300 + 6 * EXAMPLES  # far more than it takes, also where other work has the cores
 GOOD_BODIES = {

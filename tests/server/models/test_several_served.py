@@ -22,7 +22,7 @@ import pytest
 
 from tests.server.test_supervisor import SECONDS, Served
 
-REQUESTS = int(os.environ.get("TEST_SEVERAL_REQUESTS", "300"))
+REQUESTS = int(os.environ.get("TEST_SEVERAL_REQUESTS", "150"))
 MEMORY = 850  # MB: for two engines of the embedded model and the server's process, by plan
 PROMPT = "The little dog"
 EDGE = 0.02  # seconds between two looks at the memory
