@@ -125,13 +125,13 @@ def test_tensors_have_the_names_of_gguf_py(kind: str, pair: Callable[[str], tupl
     import gguf
 
     folder, file = pair(kind)
-    eyes = vision.tower_at(folder)
-    assert eyes is not None
-    prefixes = assembly.prefixes(eyes.config, eyes.files)
+    tower = vision.tower_at(folder)
+    assert tower is not None
+    prefixes = assembly.prefixes(tower.config, tower.files)
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
     stored = set(GgufFile(mmproj.path_of(file)).names())
     known = set()
-    for part, name, _ in assembly.tensors(eyes.config):
+    for part, name, _ in assembly.tensors(tower.config):
         full = prefixes[part] + name
         # The spellings that llama.cpp's converter makes before it looks a name up.
         if full.startswith("vision_tower.") and "vision_model" not in full:
@@ -193,8 +193,8 @@ def _rewritten(
     target = into / file.name
     target.write_bytes(file.read_bytes())
     source = GgufFile(mmproj.path_of(file))
-    eyes = vision.tower_at(file)
-    assert eyes is not None
+    tower = vision.tower_at(file)
+    assert tower is not None
     words = {
         key: list(value) if not isinstance(value, str | int | float | bool) else value
         for key, value in source.metadata.items()
@@ -297,11 +297,11 @@ def test_a_tower_that_a_file_cannot_describe_is_not_written(
     from dataclasses import replace
 
     folder, file = pair("smolvlm")
-    eyes = vision.tower_at(folder)
-    assert eyes is not None
-    config, language = replace(eyes.config, **change), GgufFile(file).metadata
+    tower = vision.tower_at(folder)
+    assert tower is not None
+    config, language = replace(tower.config, **change), GgufFile(file).metadata
     with pytest.raises(UserError) as failed:
-        mmproj_writer.plan(config, eyes.files, vision.image_settings(folder), language, "x")
+        mmproj_writer.plan(config, tower.files, vision.image_settings(folder), language, "x")
     assert failed.value.code == "gguf_inexpressible"
 
 

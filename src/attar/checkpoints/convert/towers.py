@@ -38,14 +38,14 @@ def tower_file(folder: Folder, name: str, language: Mapping[str, Any]) -> TowerF
 
     Raises UserError (`gguf_inexpressible`) where an mmproj file cannot describe the tower.
     """
-    own, eyes = mmproj.path_of(Path(name)).name, tower_of_folder(folder)
-    if eyes is None:
+    own, tower = mmproj.path_of(Path(name)).name, tower_of_folder(folder)
+    if tower is None:
         return TowerFile(own)
     images = image_settings.read(folder.path)
     if images is None:
         said = "The vision tower is left out: the source has no preprocessor_config.json, so it takes no images."
         return TowerFile(own, notes=(said,))
-    plan = mmproj_writer.plan(eyes.config, eyes.files, images, language, folder.path.resolve().name)
+    plan = mmproj_writer.plan(tower.config, tower.files, images, language, folder.path.resolve().name)
     return TowerFile(own, plan, (f"The vision tower is in {own}, which belongs beside the model's file.", *plan.notes))
 
 

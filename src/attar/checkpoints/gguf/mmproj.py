@@ -109,7 +109,7 @@ def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class ImageTokens:
     """Tokens of a family: that of a feature row, that which a chat template writes, and that behind the rows."""
 
     image: str
@@ -117,12 +117,12 @@ class Words:
     end: str | None = None
 
 
-_Read = tuple[VisionConfig, PixelSettings, int, Words]
+_Read = tuple[VisionConfig, PixelSettings, int, ImageTokens]
 """Tower, pixels, feature rows of a tile, and tokens."""
 _Reader = Callable[[Fields, Collection[str], int], _Read]
 
 
-def _tokens(language: Mapping[str, Any], words: Words) -> dict[str | None, int]:
+def _tokens(language: Mapping[str, Any], words: ImageTokens) -> dict[str | None, int]:
     """Return the ids of a family's tokens. Raises UserError where the vocabulary lacks one."""
     wanted = {word for word in (words.image, words.place, words.end) if word is not None}
     found: dict[str | None, int] = {}
@@ -186,14 +186,14 @@ def _idefics3(f: Fields, names: Collection[str], out: int) -> _Read:
     key = f"{AT}.preproc_image_size"
     longest = Fields(f.data, {key: 4 * config.image_size}, where=f.where).integer(key, high=MAX_SIDE)
     pixels = PixelSettings("idefics3", LANCZOS, edge=longest, tile=config.image_size)
-    return config, pixels, _rows(f, (config.side // factor) ** 2), Words("<image>", "<image>")
+    return config, pixels, _rows(f, (config.side // factor) ** 2), ImageTokens("<image>", "<image>")
 
 
 def _gemma3(f: Fields, names: Collection[str], out: int) -> _Read:
     base, factor = _base(f, out), _factor(f, f"{AT}.projector.scale_factor", 4)
     config = replace(base, connector="pool", factor=factor, bidirectional=True, projector_bias=False)
     pixels = PixelSettings("gemma3", BILINEAR, size=(config.image_size, config.image_size))
-    words = Words("<image_soft_token>", "<start_of_image>", "<end_of_image>")
+    words = ImageTokens("<image_soft_token>", "<start_of_image>", "<end_of_image>")
     return config, pixels, _rows(f, (config.side // factor) ** 2), words
 
 
@@ -220,7 +220,7 @@ def _llava(f: Fields, names: Collection[str], out: int) -> _Read:
     red, green, blue = (min(255, max(0, int(each * 255))) for each in config.mean)
     size = (config.image_size, config.image_size)
     pixels = PixelSettings("llava", BICUBIC, size=size, square=(red, green, blue), patch=config.patch)
-    return config, pixels, _rows(f, config.side**2), Words("<image>", "<image>")
+    return config, pixels, _rows(f, config.side**2), ImageTokens("<image>", "<image>")
 
 
 def _qwen2(f: Fields, names: Collection[str], out: int) -> _Read:
@@ -237,7 +237,7 @@ def _qwen2(f: Fields, names: Collection[str], out: int) -> _Read:
     )  # fmt: skip
     if pixels.min_pixels > pixels.max_pixels or config.unit**2 > pixels.max_pixels:
         raise f.error(most, "must be at least the smallest size, and hold a merged patch")
-    return config, pixels, 0, Words("<|image_pad|>", "<|image_pad|>")
+    return config, pixels, 0, ImageTokens("<|image_pad|>", "<|image_pad|>")
 
 
 def _qwen25(f: Fields, names: Collection[str], out: int) -> _Read:

@@ -135,7 +135,7 @@ class MmprojFiles:
         return Scheme(GgmlBlocks(kind), layout="plain")
 
 
-class Eyes(NamedTuple):
+class StoredTower(NamedTuple):
     """The vision tower of a model: its configuration and its tensors."""
 
     config: VisionConfig
@@ -143,19 +143,19 @@ class Eyes(NamedTuple):
     where: Path
 
 
-def tower_at(path: Path) -> Eyes | None:
+def tower_at(path: Path) -> StoredTower | None:
     """Return the tower of a folder or a GGUF file, from headers alone; None for a model without. Raises ValueError as
     `vision_config`, and `mmproj.read` for a GGUF file."""
     if is_gguf(path):
         found = mmproj.read(path)
-        return None if found is None else Eyes(found.config, MmprojFiles(found), found.path)
+        return None if found is None else StoredTower(found.config, MmprojFiles(found), found.path)
     return tower_of_folder(Folder(path))
 
 
-def tower_of_folder(folder: Folder) -> Eyes | None:
+def tower_of_folder(folder: Folder) -> StoredTower | None:
     """Return the tower of an open folder; None for a model without. Raises ValueError as `vision_config`."""
     config = vision_config(folder)
-    return None if config is None else Eyes(config, VisionFiles(folder), folder.path)
+    return None if config is None else StoredTower(config, VisionFiles(folder), folder.path)
 
 
 def vision_config(folder: Folder) -> VisionConfig | None:
@@ -196,10 +196,10 @@ def load_vision(model: Path | Folder, dtype: torch.dtype, store: BackendWeights 
     than the config says, before any is read.
     """
     assert store is None or dtype == store.dtype, f"these kernels compute in {store.dtype}, not {dtype}"
-    eyes = tower_at(model) if isinstance(model, Path) else tower_of_folder(model)
-    if eyes is None:
+    stored = tower_at(model) if isinstance(model, Path) else tower_of_folder(model)
+    if stored is None:
         return None
-    config, files, where = eyes
+    config, files, where = stored
     with naming(where):
         if store is not None and faster() and assembly.stored_dtypes(config, files) == {"bfloat16"}:
             return assembly.build(config, files, torch.bfloat16, rows_dtype=dtype)

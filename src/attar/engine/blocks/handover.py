@@ -130,14 +130,24 @@ class Handover:
             self._tell(Listed(found))
 
     def _pull(self, puller: Puller, fetch: Fetch, ask: Prefill) -> None:
-        count = 0
+        fill(self._bytes, puller, fetch, ask, self._wanted, lambda count: self._tell(TakenOver(fetch, count)))
 
-        def write(at: int, data: bytearray) -> None:
-            nonlocal count
-            self._bytes.write(fetch.blocks[at], data)
-            count += 1
 
-        try:
-            puller.pull(ask, fetch.tokens, write, self._wanted)
-        finally:
-            self._tell(TakenOver(fetch, count))
+def fill(
+    blocks: BlockBytes, puller: Puller, fetch: Fetch, ask: Prefill, wanted: Callable[[], bool],
+    done: Callable[[int], None],
+) -> None:  # fmt: skip
+    """Fill a fetch's blocks from a peer as long as they are `wanted`. `done` is called in any case, with the number of
+    blocks that are whole."""
+    count = 0
+
+    def write(at: int, data: bytearray) -> None:
+        nonlocal count
+        blocks.write(fetch.blocks[at], data)
+        count += 1
+
+    try:
+        if wanted():
+            puller.pull(ask, fetch.tokens, write, wanted)
+    finally:
+        done(count)

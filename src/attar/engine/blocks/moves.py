@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from attar.engine.blocks.handover import Handover, Listed, TakenOver
+from attar.engine.blocks.handover import Handover, Listed, TakenOver, fill
 from attar.errors import UserError
 from attar.kv.block_bytes import BlockBytes
 from attar.kv.pages import PagedKV
@@ -351,18 +351,8 @@ class BlockMoves:
 
     def _pull(self, puller: Puller, fetch: Fetch, ask: Prefill) -> None:
         """Fill a fetch's blocks from the peer, as long as a sequence waits for it."""
-        count = 0
-
-        def write(at: int, data: bytearray) -> None:
-            nonlocal count
-            self._bytes.write(fetch.blocks[at], data)
-            count += 1
-
-        try:
-            if fetch.wanted:
-                puller.pull(ask, fetch.tokens, write, lambda: fetch.wanted)
-        finally:
-            self.worker.tell(_Filled(fetch, count, pulled=True))
+        told = self.worker.tell
+        fill(self._bytes, puller, fetch, ask, lambda: fetch.wanted, lambda n: told(_Filled(fetch, n, pulled=True)))
 
     def _fill(self, fetch: Fetch, names: Sequence[bytes]) -> None:
         """Fill a fetch's blocks, as long as somebody waits for it and all is well."""

@@ -52,8 +52,8 @@ def against_images(config: VisionConfig, device: str, processes: int, draft: str
 def tower_of(path: Path) -> tuple[VisionConfig | None, str]:
     """Return the vision tower that a checkpoint has, None without one, and why one that there is cannot be used."""
     try:
-        eyes = tower_at(path)
-        return None if eyes is None else eyes.config, ""
+        tower = tower_at(path)
+        return None if tower is None else tower.config, ""
     except UserError as error:
         return None, str(error)
 
@@ -78,9 +78,9 @@ def tower_bytes(config: VisionConfig, dtype: str, path: Path | None = None) -> i
     total = sum(math.prod(shape) for _, _, shape in tensors(config)) * ITEM_BITS[dtype] // 8
     if path is None:
         return total
-    eyes = tower_at(path)
-    assert eyes is not None, f"{path} has no tower"
-    files = eyes.files
+    tower = tower_at(path)
+    assert tower is not None, f"{path} has no tower"
+    files = tower.files
     at = prefixes(config, files)
     for part, name, shape in linears(config):
         if (scheme := files.scheme_of(at[part] + name)) is not None:
