@@ -6,10 +6,8 @@ time the new engine is left with what was verified, holds nothing, and answers a
 
 from __future__ import annotations
 
-import contextlib
 import random
 import socket
-import threading
 import time
 import zlib
 from array import array
@@ -29,7 +27,7 @@ from attar.protocol.request import SamplingParams
 from attar.scheduling import prefix_cache
 from attar.transfer.header import BlockHeader, Names
 from attar.transfer.wire import Address, Blocks, Greeting, Hottest, Prefill, Prefixes, Wire
-from tests.engine.blocks.test_peers import PROMPT, counts, engine_of, greeted, prefiller, question, wait
+from tests.engine.blocks.test_peers import PROMPT, Fake, counts, engine_of, greeted, prefiller, question, wait
 from tests.engine.conftest import CONTEXT, ROOM, answers, run
 
 BLOCK = 64
@@ -199,22 +197,8 @@ def test_both_sides_ask_for_what_their_kind_may(decoder: Decoder, folder: Path) 
         assert counts(replica)["refused"] == 1
 
 
-class Source:
+class Source(Fake):
     """A replica that speaks as `fault` says, with the blocks that a real one has."""
-
-    def __init__(self, path: Path, real: Engine, fault: str) -> None:
-        self.real, self.fault, self.gate = real, fault, threading.Event()
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(str(path))
-        self.listener.listen()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connected, _ = self.listener.accept()
-                with connected, contextlib.suppress(OSError, ValueError):
-                    self._speak(Wire(connected), self.fault)
 
     def _speak(self, wire: Wire, fault: str) -> None:
         assert self.real.moves is not None
@@ -270,10 +254,6 @@ class Source:
             wire.send_bytes(data[:100] if bad and fault == "dies within a block" else data, until)
             if bad and fault == "dies within a block":
                 raise OSError
-
-    def close(self) -> None:
-        self.gate.set()
-        self.listener.close()
 
 
 FAULTS = {  # with the blocks that are verified before
