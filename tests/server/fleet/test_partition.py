@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.server.fleet.test_served import KEYS, NAMES, SECONDS, Process, ask, told, wait
+from tests.server.fleet.test_served import NAMES, SECONDS, Process, ask, key_files, told, wait
 from tests.server.replicas.test_served import FEATURES
 
 pytestmark = pytest.mark.slow
@@ -103,10 +103,7 @@ def hosts(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host
     if sys.platform != "linux":
         pytest.skip("network namespaces are Linux's")
     folder = tmp_path_factory.mktemp("partition")
-    for name, keys in (("router.key", ["router-key-of-at-least-32-characters"]), ("api.keys", KEYS)):
-        (folder / name).touch(0o600)
-        (folder / name).write_text("\n".join(keys))
-    files = ("--router-key-file", str(folder / "router.key"), "--api-key-file", str(folder / "api.keys"))
+    files = key_files(folder)
     serve = ("serve", str(demo), "--port", "8000", "--memory", "1GB", "--threads", "1", "--no-verify", *files)
     with ExitStack() as stack:
         network = Network(stack)

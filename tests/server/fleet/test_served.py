@@ -90,16 +90,21 @@ def wait(true: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def key_files(folder: Path) -> tuple[str, ...]:
+    """Write key files, and return the options that name them."""
+    for name, keys in (("router.key", ["router-key-of-at-least-32-characters"]), ("api.keys", KEYS)):
+        (folder / name).touch(0o600)
+        (folder / name).write_text("\n".join(keys))
+    return ("--router-key-file", str(folder / "router.key"), "--api-key-file", str(folder / "api.keys"))
+
+
 @pytest.fixture(scope="module")
 def fleet(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Process, list[Process]]]:
     """A router and two hosts."""
     if sys.platform != "linux":
         pytest.skip("kills groups of processes")
     folder = tmp_path_factory.mktemp("fleet")
-    for name, keys in (("router.key", ["router-key-of-at-least-32-characters"]), ("api.keys", KEYS)):
-        (folder / name).touch(0o600)
-        (folder / name).write_text("\n".join(keys))
-    files = ("--router-key-file", str(folder / "router.key"), "--api-key-file", str(folder / "api.keys"))
+    files = key_files(folder)
     serve = ("serve", str(demo), "--port", "0", "--memory", "1GB", "--threads", "1", "--no-verify", *files)
     hosts = [Process(*serve) for _ in range(2)]
     made = list(hosts)
