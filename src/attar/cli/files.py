@@ -54,7 +54,7 @@ def convert(
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="The folder to write, or OUT.gguf.")],
     to: Annotated[Format | None, option(
         "Output", "FORMAT", "Format to write: gguf, compressed-tensors, awq, gptq or dense.", "--to",
-        default="dense for VILA's three folders; else needed",
+        default="dense for VILA's three folders; required for other models",
     )] = None,
     dtype: Annotated[Dtype | None, option(
         "Output", "DTYPE", "Dtype of --to dense: bfloat16, float16 or float32, which keeps most values exactly.",

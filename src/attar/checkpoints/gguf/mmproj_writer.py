@@ -1,8 +1,8 @@
 """Write the vision tower of a folder to an mmproj file, as `mmproj.py` and llama.cpp read it.
 
 `plan` is the check as well: what it would write is read back, and a tower that the file describes otherwise than the
-folder is not written. Matrices keep their dtype. The rest is stored in float32, as llama.cpp wants it. Sizes to which
-images are resized have hardly any words there; a difference is a note for the user.
+folder is not written. Matrices keep their dtype. The rest is stored in float32, as llama.cpp wants it. Hardly any metadata
+key says how images are resized: where the folder differs from the defaults, a note tells the user.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def plan(
     for field in fields(VisionConfig):
         ours, theirs = getattr(config, field.name), getattr(again.config, field.name)
         if field.name not in _UNSAID and not same(ours, theirs):
-            raise _inexpressible(f"it has no words for its {field.name}, which is {ours}")
+            raise _inexpressible(f"no metadata key describes its {field.name}, which is {ours}")
     if replace(images, pixels=again.images.pixels) != again.images:
         raise _inexpressible("the vocabulary has other tokens for images than the folder's settings")
     return Plan(source, metadata, layout, stored, tuple(_notes(images, again.images)))
@@ -113,8 +113,8 @@ def _notes(ours: ImageSettings, theirs: ImageSettings) -> Iterator[str]:
     ]  # fmt: skip
     if others:
         yield (
-            f"An mmproj file has no words for how the folder resizes images ({', '.join(others)}): readers of it take "
-            "the family's usual way."
+            f"No metadata key of an mmproj file says how this folder resizes images ({', '.join(others)}): readers of "
+            "the file take the family's defaults."
         )
 
 
