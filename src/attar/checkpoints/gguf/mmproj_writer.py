@@ -1,8 +1,8 @@
 """Write the vision tower of a folder to an mmproj file, as `mmproj.py` and llama.cpp read it.
 
 `plan` is the check as well: what it would write is read back, and a tower that the file describes otherwise than the
-folder is not written. Matrices keep their dtype. The rest is stored in float32, as llama.cpp wants it. Hardly any metadata
-key says how images are resized: where the folder differs from the defaults, a note tells the user.
+folder is not written. Matrices keep their dtype. The rest is stored in float32, as llama.cpp wants it. Hardly any
+metadata key says how images are resized: where the folder differs from the defaults, a note tells the user.
 """
 
 from __future__ import annotations
