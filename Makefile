@@ -46,7 +46,7 @@ help:
 	@echo "make wheel             build an sdist, a wheel and an abi3 wheel into dist/, and try them (STABLE=PYTHON; .venv-wheel)"
 	@echo "make clean             remove all .venv folders, built peers, build folders and caches"
 
-demo: $(VENV)/.installed-dev
+demo: $(VENV)/.installed-toy
 	@$(BIN)/attar demo
 	@PYTHONPATH=tools $(BIN)/python -m toy_vision.measure build/toy-vision --pictures 100
 
@@ -276,6 +276,11 @@ $(VENV)/.installed: $(BUILD_INPUTS) | $(BIN)/python
 	@$(INSTALL) torch
 	@$(INSTALL) scikit-build-core nanobind 'cmake>=3.26' ninja
 	@$(INSTALL) --no-build-isolation --editable .
+	@touch $@
+
+# What the toy that sees needs besides: a demo is to be set up sooner than everything that tests need.
+$(VENV)/.installed-toy: $(VENV)/.installed
+	@$(INSTALL) pillow safetensors
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
