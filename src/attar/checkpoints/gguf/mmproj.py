@@ -12,7 +12,7 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ _INPUT = "mm.input_projection.weight"
 PATCH_WEIGHT = f"{NAMES.patch}.weight"
 SECOND_FRAME = f"{PATCH_WEIGHT}.1"
 SHORT = 64  # elements of an array that a key of towers may have
+_FLOATS: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _QWEN_WINDOW = 112  # pixels of a window's side, where a file says nothing
 
 
@@ -79,6 +80,19 @@ def read(model: Path) -> Mmproj | None:
     file, language = GgufFile(path), GgufFile(model).metadata
     with naming(path):
         return of(path, file.metadata, file.names(), language)
+
+
+def stored(model: Path, modules: Sequence[str]) -> dict[str, str]:
+    """Return the dtypes that the mmproj file of a GGUF model has of each of `modules`, as `attar compress` writes it:
+    tower and projector, or the one that is both, by their names in a folder. Empty without such a file."""
+    path = path_of(model)
+    if not path.is_file() or not modules:
+        return {}
+    file, found = GgufFile(path), dict[str, set[str]]()
+    for name in file.names():
+        module = modules[-1 if name.startswith("mm.") else 0]
+        found.setdefault(module, set()).add(_FLOATS.get(kind := file.info(name).kind.name, kind))
+    return {module: " and ".join(sorted(found[module])) for module in modules if module in found}
 
 
 def of(path: Path, metadata: Mapping[str, Any], names: Collection[str], language: Mapping[str, Any]) -> Mmproj:
