@@ -87,7 +87,7 @@ def convert(
         raise UserError("option_unused", f"a dtype is of a dense output: leave it out, or write --to {DENSE}")
     if dtype is not None and dtype not in DTYPES:
         raise UserError("name_unknown", f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}{near(dtype, DTYPES)}")
-    source = hub.resolve(src)
+    source = hub.resolve(src, vila=True)
     if source.is_dir() and is_vila_folder(source):
         if to not in (None, DENSE):
             said = f"{source} is in VILA's layout, which is converted --to {DENSE} first: --to {to} takes that output"

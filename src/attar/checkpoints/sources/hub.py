@@ -9,12 +9,14 @@ before it is needed.
 
 from __future__ import annotations
 
+import glob
 import importlib.resources
 import os
 import re
 from pathlib import Path
 
 from attar.checkpoints.strict_io import CONVERT, CheckpointError, near
+from attar.model.vision.wrappers import VILA_PARTS, is_vila
 from attar.protocol.speculation import DRAFTERS, MATCH_FIRST
 
 DEMO = "demo"
@@ -26,12 +28,14 @@ IGNORE = ["*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model", "*/*.model.v*",
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 
 
-def resolve(model: str | os.PathLike[str], *, revision: str | None = None, offline: bool | None = None) -> Path:
+def resolve(
+    model: str | os.PathLike[str], *, revision: str | None = None, offline: bool | None = None, vila: bool = False
+) -> Path:
     """Return the folder of a model given as a local folder, `org/name[@revision]` on the Hub, or `demo`; a GGUF file
     itself.
 
-    `offline` True looks in the cache alone; None leaves it to HF_HUB_OFFLINE. Raises CheckpointError with one sentence
-    that names the remedy.
+    `offline` True looks in the cache alone; None leaves it to HF_HUB_OFFLINE. The three folders of VILA's layout
+    are downloaded with `vila` alone, for nothing but its conversion reads them. Raises CheckpointError with one sentence that names the remedy.
     """
     name = os.fspath(model)
     if (path := local(name)) is not None:
@@ -41,7 +45,19 @@ def resolve(model: str | os.PathLike[str], *, revision: str | None = None, offli
     if match["revision"] and revision:
         raise CheckpointError("option_conflict", f"{name!r} already names a revision: leave out {revision!r}")
     hint = neighbours(Path(name).expanduser())
-    return _download(match["repo"], match["revision"] or revision, bool(offline), hint)
+    folder = _download(match["repo"], match["revision"] or revision, bool(offline), hint, ALLOW, IGNORE)
+    whole = any(folder.glob("*.safetensors"))
+    parts = _vila_parts(folder) if vila or not whole else []
+    if vila and parts:
+        wanted = [f"{part}/{each}" for part in parts for each in ALLOW]
+        ignored = [f"{part}/*/*" for part in parts]
+        return _download(match["repo"], folder.name, bool(offline), hint, wanted, ignored)
+    if not whole and not parts:
+        raise CheckpointError(
+            "checkpoint_incomplete",
+            f"{name} has no safetensors weights on the Hub; if it has pickles (.bin): {CONVERT}",
+        )
+    return folder
 
 
 def local(model: str) -> Path | None:
@@ -106,14 +122,31 @@ def neighbours(path: Path, files: bool = False) -> str:
     return near(path.name, names)
 
 
-def _download(repo: str, revision: str | None, offline: bool, hint: str) -> Path:
+def _vila_parts(folder: Path) -> list[str]:
+    """Return the names of VILA's folders that a downloaded config.json speaks of; [] for another model."""
+    from attar.checkpoints.folder import CONFIG, read_config
+
+    config = read_config(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if not is_vila(config):
+        return []
+    stated = [config.get(key) for key in VILA_PARTS]
+    names = [
+        each if isinstance(each, str) else key[: -len("_cfg")] for each, key in zip(stated, VILA_PARTS, strict=True)
+    ]
+    return [glob.escape(name) for name in names if "/" not in name]  # one with a slash is refused when it is opened
+
+
+def _download(
+    repo: str, revision: str | None, offline: bool, hint: str, allowed: list[str], ignored: list[str]
+) -> Path:
+    """Return the folder of a repository's files that match a pattern of `allowed` and none of `ignored`."""
     import huggingface_hub
     from huggingface_hub import errors
 
     at = f"{repo}@{revision}" if revision else repo
     try:
         folder = huggingface_hub.snapshot_download(
-            repo, revision=revision, local_files_only=offline, allow_patterns=ALLOW, ignore_patterns=IGNORE
+            repo, revision=revision, local_files_only=offline, allow_patterns=allowed, ignore_patterns=ignored
         )
     except errors.GatedRepoError as error:
         raise CheckpointError(
@@ -143,8 +176,4 @@ def _download(repo: str, revision: str | None, offline: bool, hint: str) -> Path
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError("download_failed", f"downloading {at} failed: {reason[0]}") from error
     assert isinstance(folder, str)
-    if not any(Path(folder).glob("*.safetensors")):
-        raise CheckpointError(
-            "checkpoint_incomplete", f"{at} has no safetensors weights on the Hub; if it has pickles (.bin): {CONVERT}"
-        )
     return Path(folder)

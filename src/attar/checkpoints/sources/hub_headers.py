@@ -12,11 +12,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from attar.checkpoints.folder import CONFIG, INDEX, json_object, refuse_vila
 from attar.checkpoints.safetensors import parse_header
 from attar.checkpoints.sources import hub
 from attar.checkpoints.strict_io import CheckpointError
 
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 MOST_SAFETENSORS, MOST_GGUF = 2_000_000, 32_000_000  # bytes that are fetched, config and listing included
 FIRST_GGUF = 1_000_000  # bytes of a GGUF file that are fetched first, and doubled until its header is whole
 MOST_FILES = 512  # weight files of a model
@@ -131,6 +131,8 @@ def _fetch(name: HubName, folder: Path) -> Path:
     weights = [each for each in remote.files if each.endswith(".safetensors") and "/" not in each]
     weights = [each for each in weights if not each.startswith("consolidated")]
     if not weights:
+        if CONFIG in remote.files:
+            refuse_vila(Path(str(name)), json_object(_config(remote), Path(CONFIG), lenient=True))
         ggufs = [each for each in remote.files if each.lower().endswith(".gguf")]
         if len(ggufs) != 1:
             offered = f": name one of its GGUF files, as {name.repo}/{sorted(ggufs)[0]}" if ggufs else ""
@@ -141,11 +143,14 @@ def _fetch(name: HubName, folder: Path) -> Path:
         raise CheckpointError("checkpoint_too_large", f"{name} has {len(weights)} weight files; {MOST_FILES} are read")
     if CONFIG not in remote.files:
         raise CheckpointError("checkpoint_incomplete", f"{name} has no {CONFIG} on the Hub")
-    _, size = remote.read(CONFIG, 0, 1)
-    text, _ = remote.read(CONFIG, 0, size)
-    (folder / CONFIG).write_bytes(text)
+    (folder / CONFIG).write_bytes(_config(remote))
     _safetensors(remote, weights, folder)
     return folder
+
+
+def _config(remote: _Remote) -> bytes:
+    _, size = remote.read(CONFIG, 0, 1)
+    return remote.read(CONFIG, 0, size)[0]
 
 
 def _safetensors(remote: _Remote, files: list[str], folder: Path) -> None:
