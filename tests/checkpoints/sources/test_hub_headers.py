@@ -10,7 +10,8 @@ from huggingface_hub import constants
 
 from attar.checkpoints.convert.run import convert
 from attar.checkpoints.sources import hub_headers
-from attar.checkpoints.sources.hub_headers import MOST_GGUF, MOST_SAFETENSORS, HubName
+from attar.checkpoints.sources.hub import HubName
+from attar.checkpoints.sources.hub_headers import MOST_GGUF, MOST_SAFETENSORS
 from attar.checkpoints.sources.opening import stored
 from attar.evaluation.planning import questions
 from tests.checkpoints.sources.loopback_hub import Hub, files

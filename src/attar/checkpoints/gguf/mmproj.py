@@ -68,8 +68,8 @@ def path_of(model: Path) -> Path:
     return model.with_name(f"{PREFIX}{model.stem if part is None else part.stem}.gguf")
 
 
-def read(model: Path) -> Mmproj | None:
-    """Read the mmproj file of a GGUF model; None without one. Headers are enough.
+def read(model: Path, whole: bool = True) -> Mmproj | None:
+    """Read the mmproj file of a GGUF model; None without one. Without `whole`, the headers of both are enough.
 
     Raises CheckpointError for a damaged file, and UserError naming the file and the key for a projector that attar does
     not read, for values that are missing or out of bounds, and for a model whose vocabulary lacks an image token.
@@ -77,7 +77,7 @@ def read(model: Path) -> Mmproj | None:
     path = path_of(model)
     if not path.is_file():
         return None
-    file, language = GgufFile(path), GgufFile(model).metadata
+    file, language = GgufFile(path, whole), GgufFile(model, whole).metadata
     with naming(path):
         return of(path, file.metadata, file.names(), language)
 
