@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -170,11 +171,17 @@ def test_receipt_and_verify_cover_the_tower_of_a_file(pair: Callable[[str], tupl
     assert done.images is not None
     assert done.vision is not None
     assert verify(done.path).ok
+    for each in (done.path, mmproj.path_of(done.path), receipt.receipt_path(done.path)):
+        shutil.copy(each, tmp_path / each.name.replace("out", "renamed"))
+    assert verify(tmp_path / "renamed.gguf").ok
     other = mmproj.path_of(pair("smolvlm")[1]).read_bytes()
     mmproj.path_of(done.path).write_bytes(other[:-4096] + bytes(4096))
-    verdict = verify(done.path)
-    assert not verdict.ok
-    assert verdict.first_divergence == "vision tower"
+    for hashes, divergence in ((True, "mmproj-out.gguf"), (False, "vision tower")):
+        verdict = verify(done.path, hashes=hashes)
+        assert not verdict.ok
+        assert verdict.first_divergence == divergence
+    mmproj.path_of(done.path).unlink()
+    assert verify(done.path).first_divergence == "mmproj-out.gguf"
 
 
 def _receipt(output: Path) -> Mapping[str, Any]:
@@ -205,6 +212,7 @@ def test_a_receipt_has_the_dtypes_of_the_tower_that_the_files_have(kind: str, tm
         assert said[OUTSIDE[_architecture(source)][0]] == "bfloat16 and float32"
         both = ["bfloat16" for kind in projector if kind == "BF16"] + ["float32" for kind in projector if kind == "F32"]
         assert len(modules) == 1 or said[OUTSIDE[_architecture(source)][1]] == " and ".join(both)
+        assert set(_receipt(each)["files"]) == {each.name, mmproj.path_of(each).name}
         verdict = verify(each)
         assert verdict.ok
         assert "vision tower" in verdict.detail

@@ -29,6 +29,7 @@ import torch
 
 from attar import machine
 from attar.checkpoints.folder import json_object, read_bytes
+from attar.checkpoints.gguf import mmproj
 from attar.checkpoints.gguf.parts import part_paths
 from attar.checkpoints.receipts.probes import EXACT, NO_FLOOR, Probes, kernel_path, unrounded
 from attar.checkpoints.strict_io import CheckpointError
@@ -405,16 +406,21 @@ def sha256(path: Path, advance: Advance | None = None) -> str:
 
 
 def output_file(output: Path, name: str) -> Path:
-    """Return the path of an output's file. A file may have been renamed; parts of a GGUF go by their names."""
+    """Return the path of an output's file. A GGUF file may have been renamed, and its mmproj file with it; parts go by
+    their names."""
     if output.is_dir():
         return output / name
+    if name.startswith(mmproj.PREFIX) and not output.name.startswith(mmproj.PREFIX):
+        return mmproj.path_of(output)
     return output if part_paths(output) == [output] else output.with_name(name)
 
 
 def _files(output: Path) -> list[str]:
-    """Return the names of an output's files, relative to its folder and sorted, without receipts and hidden files."""
+    """Return the names of an output's files, relative to its folder, without receipts and hidden files. A file has its
+    other parts and its mmproj file."""
     if not output.is_dir():
-        return [path.name for path in part_paths(output)]
+        tower = mmproj.path_of(output)
+        return [path.name for path in part_paths(output)] + ([tower.name] if tower.is_file() else [])
     found = (path.relative_to(output) for path in output.rglob("*") if path.is_file())
     return sorted(f.as_posix() for f in found if f.as_posix() != NAME and not any(p.startswith(".") for p in f.parts))
 
