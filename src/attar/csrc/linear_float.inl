@@ -92,31 +92,45 @@ static void as_floats(const Matrix& m, std::int64_t block, std::int64_t k, std::
     }
 }
 
-// acc [ROWS, 64] += x [ROWS, count] times weights [4 blocks][count, 16], column by column.
-template <int ROWS>
+// acc [ROWS, 64] += x [ROWS, count] times weights [4 blocks][count, 16], column by column; BLOCKS of them at a time, as
+// many sums as registers hold. Neither number changes the order in which a sum is added up.
+template <int ROWS, int BLOCKS>
 static void add_columns(const float* x, std::int64_t stride, const float* weights, std::int64_t count, float* acc) {
-    Floats total[ROWS][4];
-    for (int r = 0; r < ROWS; ++r)
-        for (int b = 0; b < 4; ++b) total[r][b] = load(acc + r * 64 + b * LANES);
-    for (std::int64_t k = 0; k < count; ++k) {
-        Floats w[4];
+    for (int first = 0; first < 4; first += BLOCKS, weights += BLOCKS * count * LANES, acc += BLOCKS * LANES) {
+        Floats total[ROWS][BLOCKS];
+        for (int r = 0; r < ROWS; ++r)
+            for (int b = 0; b < BLOCKS; ++b) total[r][b] = load(acc + r * 64 + b * LANES);
+        for (std::int64_t k = 0; k < count; ++k) {
+            Floats w[BLOCKS];
 #pragma GCC unroll 4
-        for (int b = 0; b < 4; ++b) w[b] = load(weights + (b * count + k) * LANES);
+            for (int b = 0; b < BLOCKS; ++b) w[b] = load(weights + (b * count + k) * LANES);
 #pragma GCC unroll 6
-        for (int r = 0; r < ROWS; ++r) {
-            const Floats value = all(x[r * stride + k]);
+            for (int r = 0; r < ROWS; ++r) {
+                const Floats value = all(x[r * stride + k]);
 #pragma GCC unroll 4
-            for (int b = 0; b < 4; ++b) total[r][b] = fma(value, w[b], total[r][b]);
+                for (int b = 0; b < BLOCKS; ++b) total[r][b] = fma(value, w[b], total[r][b]);
+            }
         }
+        for (int r = 0; r < ROWS; ++r)
+            for (int b = 0; b < BLOCKS; ++b) store(acc + r * 64 + b * LANES, total[r][b]);
     }
-    for (int r = 0; r < ROWS; ++r)
-        for (int b = 0; b < 4; ++b) store(acc + r * 64 + b * LANES, total[r][b]);
+}
+
+// The same for all rows: parts of ROWS, and what is left in one part.
+template <int ROWS, int BLOCKS>
+static void add_to_rows(const float* x, std::int64_t stride, const float* weights, std::int64_t count, std::int64_t rows,
+                        float* acc) {
+    for (; rows >= ROWS; rows -= ROWS, x += ROWS * stride, acc += ROWS * 64)
+        add_columns<ROWS, BLOCKS>(x, stride, weights, count, acc);
+    if constexpr (ROWS > 1)
+        if (rows > 0) add_to_rows<ROWS - 1, BLOCKS>(x, stride, weights, count, rows, acc);
 }
 
 static void float_panel(const Factor& factor, const float* x, std::int64_t stride, std::int64_t row, std::int64_t rows,
                         std::int64_t first, float* out, std::int64_t width, Scratch& scratch) {
-    constexpr int ROWS = ATTAR_LEVEL >= ATTAR_AVX512 ? 6 : 1;
-    constexpr std::int64_t AT_ONCE = 128;  // columns: 32 KiB of floats
+    constexpr int ROWS = ATTAR_LEVEL >= ATTAR_AVX2 ? 6 : 1;
+    constexpr int BLOCKS = ATTAR_LEVEL >= ATTAR_AVX2 && ATTAR_LEVEL < ATTAR_AVX512 ? 1 : 4;
+    constexpr std::int64_t AT_ONCE = 128;  // columns: 8 KiB of floats a block
     const Matrix& m = *factor.matrix;
     const bool grouped = m.scales != nullptr;
     const std::int64_t blocks = std::min<std::int64_t>(4, m.blocks() - first), bytes = rows * 64 * 4;
@@ -133,12 +147,7 @@ static void float_panel(const Factor& factor, const float* x, std::int64_t strid
             for (std::int64_t b = 1; b < 4; ++b)
                 std::memmove(weights + b * real * LANES, weights + b * count * LANES, static_cast<std::size_t>(real * LANES * 4));
         }
-        const float* from = x + row * stride + k;
-        std::int64_t r = 0;
-        if (real > 0) {
-            for (; r + ROWS <= rows; r += ROWS) add_columns<ROWS>(from + r * stride, stride, weights, real, acc + r * 64);
-            for (; r < rows; ++r) add_columns<1>(from + r * stride, stride, weights, real, acc + r * 64);
-        }
+        if (real > 0) add_to_rows<ROWS, BLOCKS>(x + row * stride + k, stride, weights, real, rows, acc);
         k += count;
         if (grouped && k == end)
             for (std::int64_t b = 0; b < blocks; ++b) {

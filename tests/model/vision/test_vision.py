@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attar.model.vision.model import VisionModel
-from attar.model.vision.tower import TILE
+from attar.model.vision.tower import TILE, parts
 from tests.errors import user_error
 from tests.model.vision import seen, tiny
 
@@ -99,13 +99,24 @@ def test_images_of_other_sizes_are_refused(kind: str, changes: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "llava", "qwen2_5_vl"])
-def test_a_unit_is_one_tile_of_a_third_of_a_layer_or_less(kind: str) -> None:
+def test_a_unit_is_one_product_of_a_tile_or_some_heads_at_most(kind: str) -> None:
     vision, picture = seen.vision(kind), seen.pictures(kind)[-1]
     config, (count, high, wide) = vision.config, picture.shape
     patches = (high // config.patch) * (wide // config.patch)
     tiles = -(-patches // TILE)
-    units = count * (tiles + 3 * len(vision.tower.layers) * tiles) + picture.rows // TILE
+    attention = len(list(parts(config.heads, patches)))
+    units = count * (tiles + len(vision.tower.layers) * (4 * tiles + attention)) + picture.rows // TILE
     assert seen.finished(vision.units(picture))[1] >= units
+
+
+@pytest.mark.parametrize(("heads", "length"), [(1, 1), (2, 16), (3, 700), (12, 1024), (16, 64), (16, 5000)])
+def test_parts_of_attention_are_every_query_of_every_head_once(heads: int, length: int) -> None:
+    seen = torch.zeros(heads, length)
+    for some, rows in parts(heads, length):
+        part = seen[some, rows]
+        assert 0 < part.numel() <= max(TILE * heads, 1)
+        part += 1
+    assert bool((seen == 1).all())
 
 
 @pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2_vl"])
