@@ -67,8 +67,9 @@ def path_of(model: Path) -> Path:
     return model.with_name(f"{PREFIX}{model.stem if part is None else part.stem}.gguf")
 
 
-def read(model: Path) -> Mmproj | None:
-    """Read the mmproj file of a GGUF model; None without one. Headers are enough.
+def read(model: Path, whole: bool = True) -> Mmproj | None:
+    """Read the mmproj file of a GGUF model; None without one. Headers are enough. Without `whole`, both files may have
+    nothing else.
 
     Raises CheckpointError for a damaged file, and UserError naming the file and the key for a projector that attar does
     not read, for values that are missing or out of bounds, and for a model whose vocabulary lacks an image token.
@@ -76,7 +77,7 @@ def read(model: Path) -> Mmproj | None:
     path = path_of(model)
     if not path.is_file():
         return None
-    file, language = GgufFile(path), GgufFile(model).metadata
+    file, language = GgufFile(path, whole), GgufFile(model, whole).metadata
     with naming(path):
         return of(path, file.metadata, file.names(), language)
 
@@ -262,7 +263,7 @@ READERS: Mapping[str, _Reader] = {
 
 
 def stored_name(config: VisionConfig, name: str) -> str:
-    """Return the name in a file of a tensor that `vision.assembly` asks for by the names of `NAMES`."""
+    """Return the name in a file of a tensor that `vision.tensors` names by the names of `NAMES`."""
     if name == INPUT:
         return _INPUT
     module, _, part = name.rpartition(".")

@@ -30,6 +30,8 @@ from attar.model.families import read_config as read_model
 from attar.model.vision import assembly
 from attar.model.vision.config import VisionConfig, read_vision
 from attar.model.vision.model import VisionModel
+from attar.model.vision.tensors import tensors
+from attar.plan.vision import TowerWeights
 
 PREPROCESSOR = "preprocessor_config.json"
 WEIGHT = ".weight"
@@ -71,8 +73,8 @@ class VisionFiles:
 class MmprojFiles:
     """The tensors of an mmproj file, as `assembly.Source`."""
 
-    def __init__(self, found: mmproj.Mmproj) -> None:
-        self.config, self.file = found.config, GgufFile(found.path)
+    def __init__(self, found: mmproj.Mmproj, whole: bool = True) -> None:
+        self.config, self.file = found.config, GgufFile(found.path, whole)
         self._swapped = self._legacy()
 
     def _legacy(self) -> bool:
@@ -142,13 +144,25 @@ class StoredTower(NamedTuple):
     files: VisionFiles | MmprojFiles
     where: Path
 
+    def weights(self, dtype: str) -> TowerWeights:
+        """Return what a plan needs of the weights. Tensors that the files lack count as stored in `dtype`. Raises
+        CheckpointError as loading does."""
+        at, found = assembly.prefixes(self.config, self.files), dict[tuple[str, str], str | Scheme]()
+        for part, name, _ in tensors(self.config):
+            stored = at[part] + name
+            if self.files.has(stored):
+                kind, _ = self.files.shape(stored)
+                scheme = self.files.scheme_of(stored.removesuffix(WEIGHT)) if kind == assembly.PACKED else None
+                found[part, name] = kind if scheme is None else scheme
+        return TowerWeights(self.config, dtype, found)
 
-def tower_at(path: Path) -> StoredTower | None:
+
+def tower_at(path: Path, whole: bool = True) -> StoredTower | None:
     """Return the tower of a folder or a GGUF file, from headers alone; None for a model without. Raises ValueError as
     `vision_config`, and `mmproj.read` for a GGUF file."""
     if is_gguf(path):
-        found = mmproj.read(path)
-        return None if found is None else StoredTower(found.config, MmprojFiles(found), found.path)
+        found = mmproj.read(path, whole)
+        return None if found is None else StoredTower(found.config, MmprojFiles(found, whole), found.path)
     return tower_of_folder(Folder(path))
 
 
