@@ -1,8 +1,9 @@
 """The headers of a model on the Hub, by ranges of its files: enough to plan with, and no weights are downloaded.
 
-A folder gets config.json and weight files whose headers are real and whose data are holes, which take no disk. A GGUF
-file gets as many first bytes as its header has. Requests are made by `huggingface_hub`: its endpoint (HF_ENDPOINT),
-tokens, client and offline mode (HF_HUB_OFFLINE). Redirects of files to other hosts carry no token, as its client does.
+A folder gets config.json, the settings of images, and weight files whose headers are real and whose data are holes,
+which take no disk. A GGUF file gets as many first bytes as its header has, and so does the mmproj file beside it.
+Requests are made by `huggingface_hub`: its endpoint (HF_ENDPOINT), tokens, client and offline mode (HF_HUB_OFFLINE).
+Redirects of files to other hosts carry no token, as its client does.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from attar.checkpoints.gguf import mmproj
 from attar.checkpoints.safetensors import parse_header
 from attar.checkpoints.sources import hub
 from attar.checkpoints.strict_io import CheckpointError
+from attar.images.settings import PREPROCESSOR, PROCESSOR
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 MOST_SAFETENSORS, MOST_GGUF = 2_000_000, 32_000_000  # bytes that are fetched, config and listing included
@@ -127,23 +130,25 @@ def _named(name: HubName, error: Exception) -> CheckpointError:
 def _fetch(name: HubName, folder: Path) -> Path:
     remote = _Remote(name, MOST_GGUF if name.file is not None else MOST_SAFETENSORS)
     if name.file is not None:
-        return _gguf(remote, name.file, folder)
+        return _pair(remote, name.file, folder)
     weights = [each for each in remote.files if each.endswith(".safetensors") and "/" not in each]
     weights = [each for each in weights if not each.startswith("consolidated")]
     if not weights:
         ggufs = [each for each in remote.files if each.lower().endswith(".gguf")]
+        ggufs = [each for each in ggufs if not Path(each).name.startswith(mmproj.PREFIX)]
         if len(ggufs) != 1:
             offered = f": name one of its GGUF files, as {name.repo}/{sorted(ggufs)[0]}" if ggufs else ""
             raise CheckpointError("checkpoint_incomplete", f"{name} has no safetensors weights on the Hub{offered}")
         remote.most = MOST_GGUF
-        return _gguf(remote, ggufs[0], folder)
+        return _pair(remote, ggufs[0], folder)
     if len(weights) > MOST_FILES:
         raise CheckpointError("checkpoint_too_large", f"{name} has {len(weights)} weight files; {MOST_FILES} are read")
     if CONFIG not in remote.files:
         raise CheckpointError("checkpoint_incomplete", f"{name} has no {CONFIG} on the Hub")
-    _, size = remote.read(CONFIG, 0, 1)
-    text, _ = remote.read(CONFIG, 0, size)
-    (folder / CONFIG).write_bytes(text)
+    for file in (CONFIG, *(each for each in (PREPROCESSOR, PROCESSOR) if each in remote.files)):
+        _, size = remote.read(file, 0, 1)
+        text, _ = remote.read(file, 0, size)
+        (folder / file).write_bytes(text)
     _safetensors(remote, weights, folder)
     return folder
 
@@ -164,6 +169,14 @@ def _safetensors(remote: _Remote, files: list[str], folder: Path) -> None:
         places |= dict.fromkeys(tensors, file)
     if len(files) > 1:
         (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+
+
+def _pair(remote: _Remote, file: str, folder: Path) -> Path:
+    """Write first bytes of a GGUF file, and of its mmproj file where there is one, as many as their headers have."""
+    beside = mmproj.path_of(Path(file)).as_posix()
+    if beside in remote.files:
+        _gguf(remote, beside, folder)
+    return _gguf(remote, file, folder)
 
 
 def _gguf(remote: _Remote, file: str, folder: Path) -> Path:
