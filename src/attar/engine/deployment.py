@@ -148,16 +148,16 @@ def plan(
     return replace(made, images=images, tower=tower, image_load=load)
 
 
-def image_bytes(settings: Settings, subject: Subject) -> int:
-    """Return the bytes of a model's vision tower and projector, and of features of images, on a CPU; 0 where an engine
-    of these settings takes no images."""
+def image_bytes(settings: Settings, subject: Subject, tiles: bool | None = None) -> int:
+    """Return the bytes of a model's vision tower and projector, and of features of images, on a CPU with `tiles` or
+    without, by default this one; 0 where an engine of these settings takes no images."""
     if subject.tower is None:
         return 0
     from attar.engine.images.limits import no_images
 
     if no_images(settings, subject.tower.config) is not None:
         return 0
-    return subject.tower.bytes(on_tiles()) + settings.image_cache
+    return subject.tower.bytes(on_tiles() if tiles is None else tiles) + settings.image_cache
 
 
 def on_tiles() -> bool:
@@ -167,15 +167,18 @@ def on_tiles() -> bool:
     return faster()
 
 
-def image_load(settings: Settings, subject: Subject, count: int, size: tuple[int, int]) -> ImageLoad:
-    """Return what `count` images of a height and width are in each request. Raises UserError for a model without a
-    vision tower, for settings that images do not go with, and for images that the model or a server does not take."""
+def image_load(settings: Settings, subject: Subject, count: int, size: tuple[int, int], gpu: bool = False) -> ImageLoad:
+    """Return what `count` images of a height and width are in each request, to a server on a `gpu` or on CPUs.
+
+    Raises UserError for a model without a vision tower, for settings that images do not go with, and for images that
+    the model or a server does not take.
+    """
     from attar.engine.images.limits import no_images
 
     if subject.tower is None:
         raise UserError("feature_unsupported", f"--images: {subject.name} has no vision tower that attar reads")
     config = subject.tower.config
-    if (why := no_images(settings, config)) is not None:
+    if (why := no_images(with_fields(settings, device="cuda") if gpu else settings, config)) is not None:
         raise UserError("option_conflict", f"--images does not go with {why}")
     if isinstance(subject.images, str):
         raise UserError("feature_unsupported", f"--images: {subject.images}")

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from attar.errors import UserError
-from attar.formats.scheme import Scheme, scale_dtype
+from attar.formats.scheme import ITEM_BITS, Scheme, scale_dtype
 from attar.images.geometry import layout
 from attar.images.settings import ImageSettings
 from attar.model.vision.config import VisionConfig
@@ -38,6 +38,7 @@ from attar.plan.rates.step_time import Evidence, product_seconds
 
 ROWS = 64  # that a tower multiplies at once, as `model.vision.tower.TILE`
 FEATURE = 4  # bytes of a number of a feature row: rows of a decoder on CPUs are float32
+TILES = "amx"  # level of instructions of a profile whose processor has tiles
 SIZE = (768, 1024)  # height and width of an image, where none is given
 
 QUANTIZED = ("w8", "w8a8")  # what `attar compress --vision` makes of linears
@@ -68,6 +69,18 @@ class TowerWeights:
             if isinstance(dtype := self.of(*key), str)
         }
         return replace(self, stored={**self.stored, **new})
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the weights on disk."""
+        total = 0
+        for part, name, shape in tensors(self.config):
+            stored = self.of(part, name)
+            if isinstance(stored, Scheme):
+                total += stored.bytes((shape[0], shape[1]))
+            else:
+                total += math.prod(shape) * ITEM_BITS[stored] // 8
+        return total
 
     def choices(self, tiles: bool) -> dict[str, int]:
         """Return the bytes of the weights once they are loaded: as they are `stored`, and as `attar compress --vision`
@@ -161,9 +174,16 @@ def images(config: VisionConfig, settings: ImageSettings | None, count: int, siz
 class Encoding:
     """Seconds that a tower takes for the images of a request, and the relative error of the rates they come from."""
 
+    load: ImageLoad
     seconds: float
     spread: float
     evidence: Evidence = "fitted"
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the images and the time as JSON-compatible values."""
+        near = 1 + self.spread
+        ends = {"low": self.seconds / near, "high": self.seconds * near}
+        return {**self.load.to_dict(), "encoding": {"value": self.seconds, **ends, "evidence": self.evidence}}
 
 
 def encoding(weights: TowerWeights, load: ImageLoad, profile: MachineProfile, tiles: bool) -> Encoding:
@@ -180,7 +200,7 @@ def encoding(weights: TowerWeights, load: ImageLoad, profile: MachineProfile, ti
             raise UserError("option_conflict", message)
         rate = profile.bf16_tiles
         seconds = 2.0 * load.count * multiply_adds(config, shape) / rate.value
-        return Encoding(seconds + count * overhead, rate.spread)
+        return Encoding(load, seconds + count * overhead, rate.spread)
     each, spread = 2.0 * attention_multiply_adds(config, shape) / profile.bf16.value, profile.bf16.spread
     for product in products(config, shape):
         stored = weights.of(product.part, product.name)
@@ -191,4 +211,4 @@ def encoding(weights: TowerWeights, load: ImageLoad, profile: MachineProfile, ti
             if rows and times:
                 found, error = product_seconds(profile, scheme, read / size, rows)
                 each, spread = each + times * size * found, max(spread, error)
-    return Encoding(count * (each + overhead), spread)
+    return Encoding(load, count * (each + overhead), spread)

@@ -32,7 +32,7 @@ from attar.plan.rates import profile as profiles
 from attar.plan.rates import store
 from attar.plan.rates.profile import MachineProfile
 from attar.plan.rates.step_time import curve_name
-from attar.plan.vision import TowerWeights
+from attar.plan.vision import TILES, TowerWeights
 
 if TYPE_CHECKING:
     from attar.checkpoints.sources.hub_headers import HubName
@@ -119,8 +119,9 @@ class Known:
     notes: tuple[str, ...]
 
 
-def rates(file: Path | None, schemes: Iterable[str], tell: Told) -> Known:
-    """Return the rates in `file`, or those kept for this machine, or measured now and kept.
+def rates(file: Path | None, schemes: Iterable[str], tell: Told, tiles: bool = False) -> Known:
+    """Return the rates in `file`, or those kept for this machine, or measured now and kept; with `tiles` also that of
+    products in bfloat16, where the processor has tiles for them.
 
     `schemes` are names of curves: missing ones are measured, 3 s each, unless a file was given. Raises UserError where
     there are no kernels to measure.
@@ -136,7 +137,8 @@ def rates(file: Path | None, schemes: Iterable[str], tell: Told) -> Known:
     if kept.problem is not None:
         tell(kept.problem)
     missing = [name for name in dict.fromkeys(schemes) if known is None or name not in known.products]
-    if known is not None and not missing:
+    lacks_tiles = tiles and known is not None and known.isa == TILES and known.bf16_tiles is None
+    if known is not None and not missing and not lacks_tiles:
         return Known(known, True, ())
     from attar.evaluation.planning import machine_rates
 
@@ -148,6 +150,8 @@ def rates(file: Path | None, schemes: Iterable[str], tell: Told) -> Known:
     if left:
         tell(f"measuring products with {', '.join(left)} weights, 3 s each")
     found = machine_rates.extended(known, left)
+    if lacks_tiles:
+        found = machine_rates.with_tiles(found)
     before = kept.problem
     if not kept.keep(found) and kept.problem is not None and before is None:
         tell(kept.problem)

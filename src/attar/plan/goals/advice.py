@@ -206,7 +206,7 @@ def _sparsity(q: Question, kv: KvScheme) -> Iterator[Advice]:
 def _attention(q: Question, kv: KvScheme) -> Iterator[Advice]:
     """Yield the rows of sparse attention and KV eviction, on a bfloat16 cache, each of the strongest setting."""
     work, wide = q.workload, SCHEMES["bfloat16"]
-    found, out = techniques(q.config, q.gpu, work.longest_prompt, work.context, None)
+    found, out = techniques(q.config, q.gpu, work.longest_prompt, work.context, None, q.vision)
     yield from (Advice(each.technique, False, each.reason) for each in out)
     strongest = {each.words[0]: each for each in found if not each.drafts}
     for each in strongest.values():

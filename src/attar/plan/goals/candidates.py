@@ -13,6 +13,7 @@ from attar.errors import UserError
 from attar.formats.scheme import ITEM_BITS
 from attar.kv.schemes import SCHEMES, KvScheme
 from attar.model.config import ModelConfig
+from attar.model.vision.config import VisionConfig
 from attar.plan import costs, gpus
 from attar.plan.costs import Storage
 from attar.plan.goals import quality
@@ -124,8 +125,11 @@ def _without_kernel(config: ModelConfig, storage: Storage, gpu: GpuSpec | None) 
     return sum(count for each, count in found if costs.against(storage.of(each)) is not None)
 
 
-def kv(config: ModelConfig, gpu: GpuSpec | None, only: str | None) -> tuple[list[KvScheme], list[Rejected]]:
-    """Return the KV formats to compare, and those that the model's heads or the device do not take."""
+def kv(
+    config: ModelConfig, gpu: GpuSpec | None, only: str | None, vision: VisionConfig | None = None
+) -> tuple[list[KvScheme], list[Rejected]]:
+    """Return the KV formats to compare, and those that the model's heads, the device, or images of a `vision` tower do
+    not take."""
     names = (only,) if only is not None else CPU_KV if gpu is None else GPU_KV
     found, out = [], []
     for name in names:
@@ -136,7 +140,10 @@ def kv(config: ModelConfig, gpu: GpuSpec | None, only: str | None) -> tuple[list
         except ValueError as error:
             out.append(Rejected(f"KV cache in {name}", str(error)))
         else:
-            found.append(SCHEMES[name])
+            if vision is not None and vision.bidirectional and SCHEMES[name].recent:
+                out.append(Rejected(f"KV cache in {name}", "rows of one image see each other"))
+            else:
+                found.append(SCHEMES[name])
     if not found:
         raise UserError("kv_unsupported", out[0].reason)
     return found, out

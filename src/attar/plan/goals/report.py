@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from attar.plan.goals.advice import Advice
+from attar.plan.goals.cells import Cell
 from attar.plan.goals.parse import Goal, shown
-from attar.plan.goals.search import Answer, Cell, Configuration, Question
+from attar.plan.goals.search import Answer, Configuration, Question
 from attar.plan.rates.step_time import Evidence
 
 MARKS: dict[Evidence, str] = {
@@ -170,6 +171,7 @@ def to_dict(answer: Answer, model: str, advice: Sequence[Advice], notes: Sequenc
         "goals": [{"name": goal.label, "bound": goal.bound, "limit": goal.limit} for goal in answer.question.goals],
         "open": [goal.label for goal in open_goals(answer)],
         "users": work.users, "prompt": work.prompt, "answer_tokens": work.answer, "context": work.context,
+        "images": None if work.encoding is None else work.encoding.to_dict(),
         "traced": len(work.trace), "chosen" if answer.met else "nearest": _row(answer.nearest),
         "pareto": [_row(each) for each in answer.front], "considered": len(answer.all),
         "rejected": [{"technique": each.technique, "reason": each.reason} for each in answer.rejected],

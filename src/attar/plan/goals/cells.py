@@ -1,0 +1,72 @@
+"""Predicted quantities of a configuration, each with its range and where it comes from. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from attar.plan.goals.quality import Quality
+from attar.plan.goals.simulate import Latencies
+from attar.plan.goals.techniques import Changed, Technique
+from attar.plan.rates.step_time import Evidence, StepModel, weakest
+from attar.plan.vision import Encoding
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One predicted quantity: its value, its range, and where it comes from."""
+
+    value: float
+    low: float
+    high: float
+    evidence: Evidence
+
+
+def cells_of(
+    cost: Quality | None, memory: int, size: int, model: StepModel | Changed, found: Latencies,
+    technique: Technique | None = None, encoding: Encoding | None = None,
+) -> dict[str, Cell]:  # fmt: skip
+    """Return every quantity of a configuration with its range and label.
+
+    With drafts, `found` are the latencies of steps: each brings several tokens. Times of requests with images rest on
+    those of the tower too, `encoding`.
+    """
+    times: Evidence = model.evidence if encoding is None else weakest((model.evidence, encoding.evidence))
+    near = 1 + max(model.spread, 0.0 if encoding is None else encoding.spread)
+    fewest, tokens, most = (1.0, 1.0, 1.0) if technique is None else technique.tokens
+
+    def timed(value: float) -> Cell:
+        return Cell(value, value / near, value * near, times)
+
+    def each_token(value: float) -> Cell:
+        return Cell(value / tokens, value / near / most, value * near / fewest, times)
+
+    rate = found.tokens_per_second
+    cells = {
+        "memory": Cell(memory, memory, memory, "exact"),
+        "size": Cell(size, size, size, "exact"),
+        "tokens_per_second": Cell(rate * tokens, rate * fewest / near, rate * most * near, times),
+        **{f"ttft_{name}": timed(value) for name, value in found.ttft.items()},
+        **{f"tpot_{name}": each_token(value) for name, value in found.tpot.items()},
+    }
+    if cost is not None:
+        cells["kl"] = Cell(cost.kl, cost.low, cost.high, cost.evidence)
+        agrees: Evidence = cost.evidence if cost.top1 is not None else weakest((cost.evidence, "fitted"))
+        cells["top1"] = Cell(cost.agreement, cost.agreement, cost.agreement, agrees)
+    else:
+        cells["kl"] = Cell(math.inf, 0.0, math.inf, "unverified")
+        cells["top1"] = Cell(0.0, 0.0, 1.0, "unverified")
+    return cells
+
+
+def widened(cells: Mapping[str, Cell], factors: Mapping[str, float]) -> dict[str, Cell]:
+    """Return cells whose ranges reach as far as past errors did. Exact ones stay."""
+    found = dict(cells)
+    for name, cell in cells.items():
+        factor = factors.get(name) or factors.get(f"{name.rpartition('_')[0]}_p95", 1.0)
+        if cell.evidence != "exact" and factor > 1 and math.isfinite(cell.value):
+            found[name] = Cell(
+                cell.value, min(cell.low, cell.value / factor), max(cell.high, cell.value * factor), cell.evidence
+            )
+    return found
