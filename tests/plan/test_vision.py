@@ -23,9 +23,9 @@ from attar.kernels.operands import Linear
 from attar.kernels.tiles import faster
 from attar.model.vision.config import VisionConfig
 from attar.model.vision.model import VisionModel
-from attar.model.vision.tiles import Tiles, multiply_adds
+from attar.model.vision.tiles import Tiles, attention_multiply_adds, multiply_adds, tower_rows
 from attar.plan import vision
-from attar.plan.rates.profile import Rate
+from attar.plan.rates.profile import MachineProfile, Rate
 from attar.plan.vision import TowerWeights
 from tests.errors import user_error
 from tests.model.vision import seen, tiny
@@ -127,49 +127,51 @@ def load(config: VisionConfig, picture: seen.Picture, count: int = 1) -> vision.
     return vision.ImageLoad(count, Tiles(picture.shape, picture.grid, picture.size), picture.rows)
 
 
-def test_the_time_is_products_attention_and_overhead() -> None:
-    """With rates of operations alone, and no bytes to read, all multiply-adds take their share."""
-    kind = "qwen2_5_vl"
-    picture, stored = seen.pictures(kind)[-1], weights(tiny.folder(kind))
-    config = stored.config
-    beside = replace(PROFILE.overheads, element=0.0)
+def free(rate: float) -> MachineProfile:
+    """A machine that multiplies at one rate, reads in no time, and has no overhead."""
     rows = (1, 1024)
-    free = replace(PROFILE.products["bf16"], bytes=1e-12, rows=rows, seconds=tuple(2 * n / FLOATS for n in rows))
-    profile = replace(PROFILE, products={"bf16": free}, overheads=beside)
-    found = vision.encoding(stored, load(config, picture), profile, tiles=False)
-    each = 2 * multiply_adds(config, load(config, picture).tiles) / FLOATS
-    assert found.seconds == pytest.approx(each, rel=NEAR)
+    curve = replace(PROFILE.products["bf16"], rows=rows, seconds=tuple(2 * n / rate for n in rows), spread=0.25)
+    beside = replace(PROFILE.overheads, element=0.0)
+    return replace(PROFILE, products={"bf16": curve}, bf16=Rate(rate, 0.25), overheads=beside)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "llava", "gemma3"])
+def test_the_time_is_products_attention_and_overhead(kind: str) -> None:
+    """The range holds products by the spread of their curve, and all else from half to double."""
+    picture, stored = seen.pictures(kind)[-1], weights(tiny.folder(kind))
+    config, one, profile = stored.config, load(stored.config, picture), free(FLOATS)
+    found = vision.encoding(stored, one, profile, tiles=False)
+    all_of, mixing = multiply_adds(config, one.tiles), one.tiles.shape[0] * attention_multiply_adds(config, one.tiles)
+    assert found.seconds == pytest.approx(2 * all_of / FLOATS, rel=NEAR)
+    assert found.spread == pytest.approx((0.25 * (all_of - mixing) + mixing) / all_of, rel=NEAR)
     assert found.evidence == "fitted"
+    assert found.range == (found.seconds / (1 + found.spread), found.seconds * (1 + found.spread))
     more = vision.encoding(stored, load(config, picture, 3), profile, tiles=False)
-    assert more.seconds == pytest.approx(3 * each, rel=NEAR)
-    slower = vision.encoding(stored, load(config, picture), replace(profile, overheads=PROFILE.overheads), tiles=False)
-    patches = picture.grid[0] * picture.grid[1]
-    own = config.layers * patches * config.hidden * PROFILE.overheads.element
-    assert slower.seconds - found.seconds == pytest.approx(own, rel=1e-6)
+    assert more.seconds == pytest.approx(3 * found.seconds, rel=NEAR)
+    slower = vision.encoding(stored, one, replace(profile, overheads=PROFILE.overheads), tiles=False)
+    own = one.tiles.shape[0] * config.layers * tower_rows(config, one.tiles) * config.hidden
+    assert slower.seconds - found.seconds == pytest.approx(own * PROFILE.overheads.element, rel=1e-6)
 
 
 def test_a_quantized_tower_takes_the_curve_of_its_scheme() -> None:
     """w8a8 has a curve of its own, and is faster here than dense weights; w8 is fitted."""
-    kind = "smolvlm"
-    picture, stored = seen.pictures(kind)[1], weights(tiny.folder(kind))
-    whole, eight, rounded = (
-        vision.encoding(each, load(stored.config, picture), PROFILE, tiles=False)
-        for each in (stored, *(stored.quantized(Scheme.parse(name)) for name in vision.QUANTIZED))
-    )
-    assert rounded.seconds < whole.seconds
-    assert eight.seconds != rounded.seconds
-    assert eight.spread >= PROFILE.bandwidth.spread
+    picture, stored = seen.pictures("smolvlm")[1], weights(tiny.folder("smolvlm"))
+    one = load(stored.config, picture)
+    seconds = {"stored": vision.encoding(stored, one, PROFILE, tiles=False).seconds}
+    for name in vision.QUANTIZED:
+        seconds[name] = vision.encoding(stored.quantized(Scheme.parse(name)), one, PROFILE, tiles=False).seconds
+    assert seconds["w8a8"] < seconds["stored"]
+    assert len(set(seconds.values())) == 3
 
 
 def test_a_tower_on_tiles_needs_their_rate(halves: dict[str, Path]) -> None:
-    kind = "smolvlm"
-    picture, stored = seen.pictures(kind)[0], weights(halves[kind])
+    picture, stored = seen.pictures("smolvlm")[0], weights(halves["smolvlm"])
+    one = load(stored.config, picture)
     with user_error("option_conflict", "bench --rates"):
-        vision.encoding(stored, load(stored.config, picture), PROFILE, tiles=True)
-    profile = replace(PROFILE, bf16_tiles=Rate(1e12, 0.1), overheads=replace(PROFILE.overheads, element=0.0))
-    found = vision.encoding(stored, load(stored.config, picture), profile, tiles=True)
-    assert found.seconds == pytest.approx(2e-12 * multiply_adds(stored.config, load(stored.config, picture).tiles))
-    assert found.spread == 0.1
+        vision.encoding(stored, one, PROFILE, tiles=True)
+    found = vision.encoding(stored, one, replace(free(FLOATS), bf16_tiles=Rate(1e12, 0.1)), tiles=True)
+    assert found.seconds == pytest.approx(2e-12 * multiply_adds(stored.config, one.tiles), rel=NEAR)
+    assert 0.1 < found.spread < 1
 
 
 SETTINGS = {

@@ -7,9 +7,9 @@ of it is then held in bfloat16.
     time of an image = products + attention + overhead
 
 The kernels multiply by the weights of a tower as by those of a decoder, `ROWS` rows at a time, so the profile's curves
-hold. Attention counts by multiply-adds at the rate of products in float32, and norms and activations by the profile's
-overhead of a decoder's rows. On tiles all multiply-adds count by the rate of products in bfloat16, which a profile has
-where it was measured on such a processor. The time is a fit: no measured tower has confirmed it. Torch-free.
+hold. On tiles products count by the rate of those in bfloat16, which a profile has where it was measured on such a
+processor. Attention counts by its multiply-adds at the rate of products, and norms and activations as those of a
+decoder's rows. Neither was measured of towers, so both may be half or double in the range. Torch-free.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from attar.images.settings import ImageSettings
 from attar.model.vision.config import VisionConfig
 from attar.model.vision.tensors import linears, tensors
 from attar.model.vision.tiles import (
+    Product,
     Tiles,
     attention_multiply_adds,
-    multiply_adds,
     products,
     rows_of,
     tower_rows,
@@ -36,6 +36,7 @@ from attar.plan import costs
 from attar.plan.rates.profile import MachineProfile
 from attar.plan.rates.step_time import Evidence, product_seconds
 
+UNMEASURED = 1.0  # relative error of parts that no rate is measured for: half to double
 ROWS = 64  # that a tower multiplies at once, as `model.vision.tower.TILE`
 FEATURE = 4  # bytes of a number of a feature row: rows of a decoder on CPUs are float32
 TILES = "amx"  # level of instructions of a profile whose processor has tiles
@@ -172,24 +173,28 @@ def images(config: VisionConfig, settings: ImageSettings | None, count: int, siz
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Seconds that a tower takes for the images of a request, and the relative error of the rates they come from."""
+    """Seconds that a tower takes for the images of a request, and their relative error."""
 
     load: ImageLoad
     seconds: float
     spread: float
     evidence: Evidence = "fitted"
 
+    @property
+    def range(self) -> tuple[float, float]:
+        """Return the least and the most seconds."""
+        return self.seconds / (1 + self.spread), self.seconds * (1 + self.spread)
+
     def to_dict(self) -> dict[str, object]:
         """Return the images and the time as JSON-compatible values."""
-        near = 1 + self.spread
-        ends = {"low": self.seconds / near, "high": self.seconds * near}
-        return {**self.load.to_dict(), "encoding": {"value": self.seconds, **ends, "evidence": self.evidence}}
+        low, high = self.range
+        found = {"value": self.seconds, "low": low, "high": high, "evidence": self.evidence}
+        return {**self.load.to_dict(), "encoding": found}
 
 
 def encoding(weights: TowerWeights, load: ImageLoad, profile: MachineProfile, tiles: bool) -> Encoding:
     """Return the time of a request's images. Raises UserError where the profile lacks the rate that it needs."""
     config, shape = weights.config, load.tiles
-    count = load.count * shape.shape[0]
     overhead = config.layers * profile.overheads.element * tower_rows(config, shape) * config.hidden
     if weights.on_tiles(tiles):
         if profile.bf16_tiles is None:
@@ -199,16 +204,26 @@ def encoding(weights: TowerWeights, load: ImageLoad, profile: MachineProfile, ti
             )
             raise UserError("option_conflict", message)
         rate = profile.bf16_tiles
-        seconds = 2.0 * load.count * multiply_adds(config, shape) / rate.value
-        return Encoding(load, seconds + count * overhead, rate.spread)
-    each, spread = 2.0 * attention_multiply_adds(config, shape) / profile.bf16.value, profile.bf16.spread
-    for product in products(config, shape):
-        stored = weights.of(product.part, product.name)
-        scheme, dtype = (stored, "bfloat16") if isinstance(stored, Scheme) else (None, scale_dtype(stored))
-        read = costs.read_bytes(product.outputs, product.columns, scheme, dtype)
-        size, full, rest = product.outputs * product.columns, product.rows // ROWS, product.rows % ROWS
-        for rows, times in ((ROWS, full), (rest, 1)):
-            if rows and times:
-                found, error = product_seconds(profile, scheme, read / size, rows)
-                each, spread = each + times * size * found, max(spread, error)
-    return Encoding(load, count * (each + overhead), spread)
+        seconds = 2.0 * sum(each.multiply_adds for each in products(config, shape)) / rate.value
+        error = rate.spread * seconds
+    else:
+        rate = profile.bf16
+        found = [_product(weights, each, profile) for each in products(config, shape)]
+        seconds, error = (sum(part) for part in zip(*found, strict=True))
+    beside = overhead + 2.0 * attention_multiply_adds(config, shape) / rate.value
+    whole = seconds + beside
+    return Encoding(load, load.count * shape.shape[0] * whole, (error + UNMEASURED * beside) / whole)
+
+
+def _product(weights: TowerWeights, product: Product, profile: MachineProfile) -> tuple[float, float]:
+    """Return the seconds of one tile's products with a weight, and their error in seconds."""
+    stored = weights.of(product.part, product.name)
+    scheme, dtype = (stored, "bfloat16") if isinstance(stored, Scheme) else (None, scale_dtype(stored))
+    size = product.outputs * product.columns
+    read = costs.read_bytes(product.outputs, product.columns, scheme, dtype) / size
+    total = error = 0.0
+    for rows, times in ((ROWS, product.rows // ROWS), (product.rows % ROWS, 1)):
+        if rows and times:
+            each, spread = product_seconds(profile, scheme, read, rows)
+            total, error = total + times * size * each, error + times * size * each * spread
+    return total, error

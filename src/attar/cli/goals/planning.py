@@ -182,7 +182,9 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
         if load is not None and tower is not None:
             seen = encoding(tower, load, profile, profile.isa == TILES)
             work = replace(work, encoding=seen)
-            notes.append(f"{load}; the vision tower takes {shown('ttft', seen.seconds)} ({seen.evidence})")
+            low, high = (shown("ttft", each) for each in seen.range)
+            took = f"{shown('ttft', seen.seconds)} ({seen.evidence}, {low} to {high})"
+            notes.append(f"{load}; the vision tower takes {took}")
         memory, source = questions.memory(memory, known.here)
         notes += known.notes
         notes.append(

@@ -23,30 +23,54 @@ class Cell:
     evidence: Evidence
 
 
+@dataclass(frozen=True, slots=True)
+class TowerError:
+    """Relative errors that the time of a vision tower adds to times and rates of requests with images."""
+
+    ttft: float = 0.0
+    tpot: float = 0.0
+    rate: float = 0.0
+    evidence: Evidence = "exact"
+
+    @classmethod
+    def of(cls, encoding: Encoding | None, found: Latencies, answer: int, loaded: bool) -> TowerError:
+        """Take the share that the tower has in each time. Alone, a user waits for it before the first token only; among
+        several, images of all are computed between the tokens of each."""
+        if encoding is None:
+            return cls()
+        busy = min(1.0, encoding.seconds * found.tokens_per_second / answer)
+        first = min(1.0, encoding.seconds / found.ttft["p50"])
+        ttft, tpot = (max(first, busy), busy) if loaded else (first, 0.0)
+        return cls(ttft * encoding.spread, tpot * encoding.spread, busy * encoding.spread, encoding.evidence)
+
+
 def cells_of(
     cost: Quality | None, memory: int, size: int, model: StepModel | Changed, found: Latencies,
-    technique: Technique | None = None, encoding: Encoding | None = None,
+    technique: Technique | None = None, tower: TowerError = TowerError(),
 ) -> dict[str, Cell]:  # fmt: skip
     """Return every quantity of a configuration with its range and label.
 
-    With drafts, `found` are the latencies of steps: each brings several tokens. Times of requests with images rest on
-    those of the tower too, `encoding`.
+    With drafts, `found` are the latencies of steps: each brings several tokens.
     """
-    times: Evidence = model.evidence if encoding is None else weakest((model.evidence, encoding.evidence))
-    near = 1 + max(model.spread, 0.0 if encoding is None else encoding.spread)
+    near = 1 + model.spread
     fewest, tokens, most = (1.0, 1.0, 1.0) if technique is None else technique.tokens
 
+    def label(error: float) -> Evidence:
+        return weakest((model.evidence, tower.evidence)) if error else model.evidence
+
     def timed(value: float) -> Cell:
-        return Cell(value, value / near, value * near, times)
+        wide = near + tower.ttft
+        return Cell(value, value / wide, value * wide, label(tower.ttft))
 
     def each_token(value: float) -> Cell:
-        return Cell(value / tokens, value / near / most, value * near / fewest, times)
+        wide = near + tower.tpot
+        return Cell(value / tokens, value / wide / most, value * wide / fewest, label(tower.tpot))
 
-    rate = found.tokens_per_second
+    rate, wide = found.tokens_per_second, near + tower.rate
     cells = {
         "memory": Cell(memory, memory, memory, "exact"),
         "size": Cell(size, size, size, "exact"),
-        "tokens_per_second": Cell(rate * tokens, rate * fewest / near, rate * most * near, times),
+        "tokens_per_second": Cell(rate * tokens, rate * fewest / wide, rate * most * wide, label(tower.rate)),
         **{f"ttft_{name}": timed(value) for name, value in found.ttft.items()},
         **{f"tpot_{name}": each_token(value) for name, value in found.tpot.items()},
     }

@@ -21,7 +21,7 @@ from attar.plan.costs import BLOCK, Storage
 from attar.plan.fit import CacheLimits, Deployment, Fit
 from attar.plan.goals import candidates, quality, simulate, techniques
 from attar.plan.goals.candidates import Rejected, Weights
-from attar.plan.goals.cells import Cell, cells_of, widened
+from attar.plan.goals.cells import Cell, TowerError, cells_of, widened
 from attar.plan.goals.parse import Goal, shown
 from attar.plan.goals.simulate import Arrival, Capacity, Latencies
 from attar.plan.goals.techniques import Changed, Technique
@@ -221,9 +221,11 @@ def _configurations(
                 if cost is not None and technique is not None:
                     cost += technique.cost
                 seconds = techniques.changed(model, technique, work.longest_prompt)
-                latencies = _latencies(seconds, _fewer(work, technique), limits, taken)
+                asked = _fewer(work, technique)
+                latencies = _latencies(seconds, asked, limits, taken)
                 needed = _needed(taken) + q.images
-                cells = cells_of(cost, needed, size, seconds, latencies, technique, work.encoding)
+                error = TowerError.of(work.encoding, latencies, asked.answer, work.loaded)
+                cells = cells_of(cost, needed, size, seconds, latencies, technique, error)
                 fits = q.memory is None or needed <= q.memory
                 found.append(Configuration(
                     weights, kv, limits.rows, taken, fits, widened(cells, q.factors), model.fitted, technique=technique,
