@@ -167,6 +167,18 @@ def test_a_plan_in_less_memory_than_the_tower_is_refused() -> None:
         deployment.plan(Settings("m", "m", memory=1 << 20), subject, Demand(256), Hardware(8 << 30, "here", 1e9))
 
 
+def test_more_features_than_a_server_keeps_are_refused() -> None:
+    subject = questions.subject(str(tiny.folder("gemma3")))
+    assert subject.tower is not None
+    load = deployment.image_load(Settings("m", "m"), subject, 2, (100, 50))
+    needed = load.feature_bytes(subject.tower.config)
+    assert deployment.image_load(Settings("m", "m", image_cache=needed), subject, 2, (100, 50)) == load
+    with user_error("plan_does_not_fit", "--image-cache"):
+        deployment.image_load(Settings("m", "m", image_cache=needed - 1), subject, 2, (100, 50))
+    with user_error("option_conflict"):
+        deployment.image_load(Settings("m", "m", image_cache=0), subject, 2, (100, 50))
+
+
 def test_a_config_json_tells_the_tower(tmp_path: Path) -> None:
     given = (tiny.folder("smolvlm") / "config.json").read_text()
     (tmp_path / "config.json").write_text(given)
