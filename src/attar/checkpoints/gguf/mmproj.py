@@ -12,7 +12,7 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,8 @@ _INPUT = "mm.input_projection.weight"
 PATCH_WEIGHT = f"{NAMES.patch}.weight"
 SECOND_FRAME = f"{PATCH_WEIGHT}.1"
 SHORT = 64  # elements of an array that a key of towers may have
-_QWEN_WINDOW = 112  # pixels of a window's side, where a file says nothing
+QWEN_WINDOW = 112  # pixels of a window's side, where a file says nothing
+_FLOATS: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,7 @@ def path_of(model: Path) -> Path:
 
 
 def read(model: Path, whole: bool = True) -> Mmproj | None:
-    """Read the mmproj file of a GGUF model; None without one. Headers are enough. Without `whole`, both files may have
-    nothing else.
+    """Read the mmproj file of a GGUF model; None without one. Without `whole`, the headers of both are enough.
 
     Raises CheckpointError for a damaged file, and UserError naming the file and the key for a projector that attar does
     not read, for values that are missing or out of bounds, and for a model whose vocabulary lacks an image token.
@@ -80,6 +80,19 @@ def read(model: Path, whole: bool = True) -> Mmproj | None:
     file, language = GgufFile(path, whole), GgufFile(model, whole).metadata
     with naming(path):
         return of(path, file.metadata, file.names(), language)
+
+
+def stored(model: Path, modules: Sequence[str]) -> dict[str, str]:
+    """Return the dtypes that the mmproj file of a GGUF model has of each of `modules`, as `attar compress` writes it:
+    tower and projector, or the one that is both, by their names in a folder. Empty without such a file."""
+    path = path_of(model)
+    if not path.is_file() or not modules:
+        return {}
+    file, found = GgufFile(path), dict[str, set[str]]()
+    for name in file.names():
+        module = modules[-1 if name.startswith("mm.") else 0]
+        found.setdefault(module, set()).add(_FLOATS.get(kind := file.info(name).kind.name, kind))
+    return {module: " and ".join(sorted(found[module])) for module in modules if module in found}
 
 
 def of(path: Path, metadata: Mapping[str, Any], names: Collection[str], language: Mapping[str, Any]) -> Mmproj:
@@ -244,7 +257,7 @@ def _qwen2(f: Fields, names: Collection[str], out: int) -> _Read:
 def _qwen25(f: Fields, names: Collection[str], out: int) -> _Read:
     config, pixels, rows, words = _qwen2(f, names, out)
     period, key = f.integer(f"{AT}.n_wa_pattern", high=COUNT), f"{AT}.window_size"
-    window = Fields(f.data, {key: _QWEN_WINDOW}, where=f.where).integer(key, high=SIDE)
+    window = Fields(f.data, {key: QWEN_WINDOW}, where=f.where).integer(key, high=SIDE)
     merged = window // config.factor // config.patch
     if merged < 1:
         raise f.error(key, "is less than one merged patch")
@@ -263,7 +276,7 @@ READERS: Mapping[str, _Reader] = {
 
 
 def stored_name(config: VisionConfig, name: str) -> str:
-    """Return the name in a file of a tensor that `vision.tensors` names by the names of `NAMES`."""
+    """Return the name in a file of a tensor that `vision.assembly` asks for by the names of `NAMES`."""
     if name == INPUT:
         return _INPUT
     module, _, part = name.rpartition(".")

@@ -10,48 +10,22 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
+from attar.checkpoints.folder import CONFIG, INDEX, json_object, refuse_vila
 from attar.checkpoints.gguf import mmproj
 from attar.checkpoints.safetensors import parse_header
 from attar.checkpoints.sources import hub
+from attar.checkpoints.sources.hub import HubName
 from attar.checkpoints.strict_io import CheckpointError
 from attar.images.settings import PREPROCESSOR, PROCESSOR
 
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 MOST_SAFETENSORS, MOST_GGUF = 2_000_000, 32_000_000  # bytes that are fetched, config and listing included
 FIRST_GGUF = 1_000_000  # bytes of a GGUF file that are fetched first, and doubled until its header is whole
 MOST_FILES = 512  # weight files of a model
 TIMEOUT = 20.0  # seconds without a byte
 
-_NAME = re.compile(
-    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:/(?P<file>[\w./-]+\.gguf))?(?:@(?P<revision>[\w./-]+))?",
-    re.IGNORECASE | re.ASCII,
-)
 _RANGE = re.compile(r"bytes \d+-\d+/(\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class HubName:
-    """A model's name on the Hub: org/name[@revision], or org/name/FILE.gguf[@revision]."""
-
-    repo: str
-    file: str | None = None
-    revision: str | None = None
-
-    @staticmethod
-    def parse(name: str) -> HubName | None:
-        """Return the parts of a name; None for anything else, as a path is."""
-        match = _NAME.fullmatch(name)
-        if match is None or len(name) > 500 or ".." in name:
-            return None
-        if match["file"] is None and match["repo"].lower().endswith(".gguf"):
-            return None
-        return HubName(match["repo"], match["file"], match["revision"])
-
-    def __str__(self) -> str:
-        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
 
 
 class _Remote:
@@ -130,27 +104,34 @@ def _named(name: HubName, error: Exception) -> CheckpointError:
 def _fetch(name: HubName, folder: Path) -> Path:
     remote = _Remote(name, MOST_GGUF if name.file is not None else MOST_SAFETENSORS)
     if name.file is not None:
-        return _pair(remote, name.file, folder)
+        return _gguf(remote, name.file, folder)
     weights = [each for each in remote.files if each.endswith(".safetensors") and "/" not in each]
     weights = [each for each in weights if not each.startswith("consolidated")]
     if not weights:
+        if CONFIG in remote.files:
+            refuse_vila(Path(str(name)), json_object(_whole(remote, CONFIG), Path(CONFIG), lenient=True))
         ggufs = [each for each in remote.files if each.lower().endswith(".gguf")]
         ggufs = [each for each in ggufs if not Path(each).name.startswith(mmproj.PREFIX)]
         if len(ggufs) != 1:
             offered = f": name one of its GGUF files, as {name.repo}/{sorted(ggufs)[0]}" if ggufs else ""
             raise CheckpointError("checkpoint_incomplete", f"{name} has no safetensors weights on the Hub{offered}")
         remote.most = MOST_GGUF
-        return _pair(remote, ggufs[0], folder)
+        return _gguf(remote, ggufs[0], folder)
     if len(weights) > MOST_FILES:
         raise CheckpointError("checkpoint_too_large", f"{name} has {len(weights)} weight files; {MOST_FILES} are read")
     if CONFIG not in remote.files:
         raise CheckpointError("checkpoint_incomplete", f"{name} has no {CONFIG} on the Hub")
-    for file in (CONFIG, *(each for each in (PREPROCESSOR, PROCESSOR) if each in remote.files)):
-        _, size = remote.read(file, 0, 1)
-        text, _ = remote.read(file, 0, size)
-        (folder / file).write_bytes(text)
+    (folder / CONFIG).write_bytes(_whole(remote, CONFIG))
+    for file in (PREPROCESSOR, PROCESSOR):
+        if file in remote.files:
+            (folder / file).write_bytes(_whole(remote, file))
     _safetensors(remote, weights, folder)
     return folder
+
+
+def _whole(remote: _Remote, file: str) -> bytes:
+    _, size = remote.read(file, 0, 1)
+    return remote.read(file, 0, size)[0]
 
 
 def _safetensors(remote: _Remote, files: list[str], folder: Path) -> None:
@@ -171,20 +152,18 @@ def _safetensors(remote: _Remote, files: list[str], folder: Path) -> None:
         (folder / INDEX).write_text(json.dumps({"weight_map": places}))
 
 
-def _pair(remote: _Remote, file: str, folder: Path) -> Path:
-    """Write first bytes of a GGUF file, and of its mmproj file where there is one, as many as their headers have."""
-    beside = mmproj.path_of(Path(file)).as_posix()
-    if beside in remote.files:
-        _gguf(remote, beside, folder)
-    return _gguf(remote, file, folder)
-
-
 def _gguf(remote: _Remote, file: str, folder: Path) -> Path:
-    """Write first bytes of a GGUF file, as many as its header has."""
-    from attar.checkpoints.gguf.file import GgufPart
-
+    """Write first bytes of a GGUF file, as many as its header has, and those of its mmproj file."""
     if file not in remote.files:
         raise CheckpointError("file_not_found", f"{remote.name} has no file {file} on the Hub")
+    if (tower := mmproj.path_of(Path(file)).as_posix()) in remote.files:
+        _gguf_header(remote, tower, folder)
+    return _gguf_header(remote, file, folder)
+
+
+def _gguf_header(remote: _Remote, file: str, folder: Path) -> Path:
+    from attar.checkpoints.gguf.file import GgufPart
+
     path, at, wanted = folder / Path(file).name, 0, FIRST_GGUF
     size = wanted
     while True:

@@ -158,8 +158,8 @@ class StoredTower(NamedTuple):
 
 
 def tower_at(path: Path, whole: bool = True) -> StoredTower | None:
-    """Return the tower of a folder or a GGUF file, from headers alone; None for a model without. Raises ValueError as
-    `vision_config`, and `mmproj.read` for a GGUF file."""
+    """Return the tower of a folder or a GGUF file, from headers alone; None for a model without. Without `whole`, GGUF
+    files may end behind their headers. Raises ValueError as `vision_config`, and `mmproj.read` for a GGUF file."""
     if is_gguf(path):
         found = mmproj.read(path, whole)
         return None if found is None else StoredTower(found.config, MmprojFiles(found, whole), found.path)

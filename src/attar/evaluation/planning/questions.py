@@ -35,7 +35,7 @@ from attar.plan.rates.step_time import curve_name
 from attar.plan.vision import TILES, TowerWeights
 
 if TYPE_CHECKING:
-    from attar.checkpoints.sources.hub_headers import HubName
+    from attar.checkpoints.sources.hub import HubName
 
 Told = Callable[[str], None]
 MAX_CONFIG = 16_000_000
@@ -51,7 +51,7 @@ def subject(name: str) -> Subject:
     if bare.is_file() and not weights:
         return _bare(name, bare)
     from attar.checkpoints.sources import hub
-    from attar.checkpoints.sources.hub_headers import HubName
+    from attar.checkpoints.sources.hub import HubName
 
     here = path.exists() or (path.suffix.lower() == ".gguf" and path.parent.is_dir())  # as `hub.resolve`
     if not here and (remote := HubName.parse(name)) is not None:
@@ -69,9 +69,8 @@ def _remote(name: str, remote: HubName) -> Subject:
     """Return a model of the Hub: from the local cache where it is whole, else by the headers of its files."""
     from attar.checkpoints.sources import hub, hub_headers
 
-    if remote.file is None:
-        with contextlib.suppress(CheckpointError):
-            return subject_at(name, hub.resolve(name, offline=True))
+    with contextlib.suppress(CheckpointError):
+        return subject_at(name, hub.resolve(name, offline=True))
     with tempfile.TemporaryDirectory(prefix="attar-plan-") as place:
         return subject_at(name, hub_headers.fetch(remote, Path(place)), whole=False)
 
