@@ -58,7 +58,9 @@ class PlanConfig(SchedulerOptions):
     images: Annotated[int | None, option(
         "Workload", "N", "Images of each request. Their rows are added to --context.", min=1, max=MAX_IMAGES,
     )] = None  # fmt: skip
-    image_size: Annotated[str | None, option("Workload", "WxH", "Pixels of each image.", default="1024x768")] = None
+    image_size: Annotated[
+        str | None, option("Workload", "PIXELS", "Width and height of each image.", default="1024x768")
+    ] = None
     goal: Annotated[str | None, option(
         "Goal", "GOALS", "Find what meets these limits: kl, top1, ttft, tpot, tokens_per_second, memory, size, such as "
         "kl<=0.02, tpot<=60ms, memory<=4GB.",
