@@ -153,11 +153,14 @@ class PlanConfig(SchedulerOptions):
         others = {
             "--adapter": self.adapter, "--bandwidth": self.bandwidth, "--sparse-attention": self.sparse_attention,
             "--kv-eviction": self.kv_eviction,
-            "--tp": self.tp > 1, "--pp": self.pp > 1, "--kv-fraction": self.kv_fraction,
+            "--kv-fraction": self.kv_fraction,
             "--max-tokens-in-cache": self.max_tokens_in_cache,
         }  # fmt: skip
         if given := [name for name, value in others.items() if value]:
             raise UserError("option_conflict", f"{', '.join(given)}: a plan by goals does not take this yet")
+        if self.tp * self.pp > 1 and self.gpu is None and self.device == "cpu":
+            message = "--tp and --pp with --goal need a --gpu or --device: no rate of a CPU has what processes send"
+            raise UserError("option_conflict", message)
         if self.trace is not None and self.prompt is not None:
             raise UserError("option_conflict", "a --trace has prompts of its own: leave out --prompt")
         if self.trace is not None and self.images is not None:

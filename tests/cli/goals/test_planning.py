@@ -293,3 +293,17 @@ def test_a_model_without_a_tower_has_no_images(model: Path, rates: Path) -> None
     for more in (["--bandwidth", "10GB"], ["--rates", str(rates), "--goal", "kl<=1"]):
         status, said = run(f"plan {model} --images 1", *more)
         assert (status, said["code"]) == (2, "feature_unsupported")
+
+
+def test_several_gpus_are_planned_for_and_several_cpu_processes_are_not() -> None:
+    command = "plan --shape llama-3.1-8b --users 8 --context 4096 --goal kl<=0.1"
+    status, one = run(f"{command} --gpu h100")
+    parted, two = run(f"{command} --gpu h100 --tp 2")
+    assert (status, parted) == (0, 0)
+    assert (one["tp"], two["tp"], two["pp"]) == (1, 2, 1)
+    assert two["chosen"]["memory"]["value"] < one["chosen"]["memory"]["value"]
+    assert "--tp 2" in two["commands"][-1]
+    assert any("send each other" in note for note in two["notes"])
+    for more in ("--tp 2", "--pp 2"):
+        status, said = run(f"{command} {more}")
+        assert (status, said["code"]) == (2, "option_conflict")

@@ -146,6 +146,7 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
     from attar import machine
     from attar.engine import deployment
     from attar.evaluation.planning import questions
+    from attar.model.split import Share
     from attar.plan.fit import size
     from attar.plan.goals import candidates
     from attar.plan.goals.history import History
@@ -168,12 +169,15 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
     settings = deployment.for_users(config.settings, work.users)
     limits = StepLimits.of(settings.limits(), settings.threads or machine.cores())
     gpu, memory, images = config.gpu, settings.memory, 0
+    share = Share(0, settings.tp, settings.pp)
     outputs = questions.outputs(config.outputs, subject.config)
     if gpu is not None:
         profile = of_gpu(gpu)
         memory = memory or int(gpu.memory * machine.SHARE)
         said = "data sheet" if gpu.verified else "figures, which are unverified"
         notes.append(f"{gpu.name}: times are limits of its {said}; memory {memory / 1e9:.3g} GB")
+        if share.count > 1:
+            notes.append(f"memory is of each of {share.count} GPUs, and what they send each other takes no time here")
     else:
         storages, tower = _storages(subject, [each.storage for each in outputs]), subject.tower
         tiles = load is not None and tower is not None and tower.on_tiles(True)
@@ -207,7 +211,7 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
         subject.config, subject.storage, tuple(goals), work, profile, memory, limits, gpu, kv=settings.kv, rows=rows,
         outputs=outputs, calib=config.calib or "self", factors={} if gpu is not None else past.factors(),
         acceptance=config.acceptance, images=images, tower_size=0 if subject.tower is None else subject.tower.size,
-        vision=None if load is None or subject.tower is None else subject.tower.config,
+        share=share, vision=None if load is None or subject.tower is None else subject.tower.config,
     )  # fmt: skip
     return made, notes
 

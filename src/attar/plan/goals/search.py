@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from attar.errors import UserError
 from attar.kv.schemes import KvScheme
 from attar.model.config import ModelConfig
+from attar.model.split import Share
 from attar.model.vision.config import VisionConfig
 from attar.plan import fit as planning
 from attar.plan.costs import BLOCK, Storage
@@ -87,6 +88,14 @@ class Question:
     images: int = 0  # bytes of a vision tower and of features of images
     tower_size: int = 0  # bytes of a vision tower on disk
     vision: VisionConfig | None = None  # of the tower, where requests have images
+    share: Share = planning.WHOLE  # of several GPUs, whose memory each is `memory`
+
+    def steps(self, storage: Storage, kv: KvScheme) -> StepModel:
+        """Return the step-time model of weights and a cache: of one GPU's part of all layers, because pipeline stages
+        run one after another. What GPUs send each other takes no time in it. Raises UserError for weights that cannot
+        be split so."""
+        stage = planning.shared(self.config, storage, Share(0, self.share.tp))[1]
+        return StepModel(stage, storage, kv, self.profile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +157,9 @@ def search(question: Question) -> Answer:
     """Judge every configuration. Raises UserError for a model or a workload that no plan can be made for."""
     candidates.check_size(question.config)
     planning.longest(question.config, question.workload.context)
-    chosen, rejected = candidates.weights(question.config, question.storage, question.gpu, question.outputs)
+    chosen, rejected = candidates.weights(
+        question.config, question.storage, question.gpu, question.outputs, question.share
+    )
     formats, refused = candidates.kv(question.config, question.gpu, question.kv, question.vision)
     work = question.workload
     beside, without = techniques.techniques(
@@ -203,14 +214,14 @@ def _configurations(
     All sums over weights are made once.
     """
     q, work = question, question.workload
-    first = StepModel(q.config, weights.storage, formats[0], q.profile)
+    first = q.steps(weights.storage, formats[0])
     models = [first, *(first.with_kv(kv) for kv in formats[1:])]
     size = candidates.disk_bytes(q.config, weights.storage) + q.tower_size
     least = min(work.users, q.limits.sequences)
     found = []
     for number, each in enumerate(rows):
         limits = replace(q.limits, rows=max(each, q.limits.sequences) if each < least else each)
-        deployment = Deployment(q.config, weights.storage, formats[0], gpu=q.gpu)
+        deployment = Deployment(q.config, weights.storage, formats[0], q.share, q.gpu)
         divided = _divided(q, deployment, limits)
         for kv, model in zip(formats, models, strict=True):
             of_kv = quality.KV.get(kv.name)
