@@ -23,6 +23,7 @@ from attar.kernels.operands import Linear
 from attar.model.vision import assembly
 from attar.model.vision.config import VisionConfig, VisionNames
 from attar.model.vision.model import VisionModel
+from attar.model.vision.tensors import tensors
 from attar.protocol.images import ImageInput, digest_of
 from attar.protocol.messages import Delta, Submit
 from attar.protocol.request import SamplingParams
@@ -33,7 +34,7 @@ class RandomWeights:
     """Tensors of any name, of the shapes that a configuration states."""
 
     def __init__(self, config: VisionConfig) -> None:
-        self.shapes = {name: shape for _, name, shape in assembly.tensors(config)}
+        self.shapes = {name: shape for _, name, shape in tensors(config)}
 
     def _of(self, name: str) -> tuple[int, ...] | None:
         return self.shapes.get(name.removeprefix("t."))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from attar import machine
-from attar.checkpoints.folder import Folder
 from attar.checkpoints.sources.opening import stored
 from attar.compression.request.request import CompressionRequest
 from attar.compression.runs.pipeline import compress_request
@@ -125,7 +124,7 @@ def test_a_plan_counts_the_vision_tower_as_a_start_does(given: dict[str, Any], s
     made = tiny.model("smolvlm")
     tower = sum(each.nbytes for part in (made.model.vision_model, made.model.connector) for each in part.parameters())
     subject = questions.subject(str(tiny.folder("smolvlm")))
-    assert subject.vision is not None
+    assert subject.tower is not None
     settings = Settings("m", "m", memory=4 << 30, threads=1, context=256, **given)
     found = deployment.plan(settings, subject, Demand(256), Hardware(8 << 30, "here", 1e9))
     images = tower + IMAGE_CACHE if sees else 0
@@ -146,12 +145,11 @@ def test_a_plan_counts_the_vision_tower_as_a_start_does(given: dict[str, Any], s
 def test_a_plan_counts_a_quantized_tower_as_it_is_stored(scheme: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     compress_request(CompressionRequest(tiny.folder("smolvlm"), out, recipe="rtn-w4g32", vision=scheme))
-    folder = Folder(out)
-    parts = [name for name in folder.names() if "vision_model" in name or "connector" in name]
-    subject = questions.subject(str(out))
-    assert subject.tower_bytes == sum(folder.info(name).bytes for name in parts)
-    assert subject.tower_bytes < 0.6 * questions.subject(str(tiny.folder("smolvlm"))).tower_bytes
-    assert deployment.checkpoint(str(out)).tower_bytes == subject.tower_bytes
+    whole, found = (questions.subject(str(path)).tower for path in (tiny.folder("smolvlm"), out))
+    assert whole is not None
+    assert found is not None
+    assert found == deployment.checkpoint(str(out)).tower
+    assert found.bytes(False) == whole.choices(False)[scheme] < 0.6 * whole.bytes(False)
 
 
 def test_a_plan_of_a_gpu_or_of_text_counts_no_tower(demo: Path) -> None:
@@ -159,7 +157,7 @@ def test_a_plan_of_a_gpu_or_of_text_counts_no_tower(demo: Path) -> None:
     gpu = Hardware.of_gpu(gpus.gpu_spec("h100"), None)
     assert deployment.plan(Settings("m", "m"), subject, Demand(256), gpu).images == 0
     text = questions.subject(str(demo))
-    assert text.vision is None
+    assert text.tower is None
     assert deployment.image_bytes(Settings("m", "m"), text) == 0
 
 
@@ -169,13 +167,27 @@ def test_a_plan_in_less_memory_than_the_tower_is_refused() -> None:
         deployment.plan(Settings("m", "m", memory=1 << 20), subject, Demand(256), Hardware(8 << 30, "here", 1e9))
 
 
+def test_more_features_than_a_server_keeps_are_refused() -> None:
+    subject = questions.subject(str(tiny.folder("gemma3")))
+    assert subject.tower is not None
+    load = deployment.image_load(Settings("m", "m"), subject, 2, (100, 50))
+    needed = load.feature_bytes(subject.tower.config)
+    assert deployment.image_load(Settings("m", "m", image_cache=needed), subject, 2, (100, 50)) == load
+    with user_error("plan_does_not_fit", "--image-cache"):
+        deployment.image_load(Settings("m", "m", image_cache=needed - 1), subject, 2, (100, 50))
+    with user_error("option_conflict"):
+        deployment.image_load(Settings("m", "m", image_cache=0), subject, 2, (100, 50))
+
+
 def test_a_config_json_tells_the_tower(tmp_path: Path) -> None:
     given = (tiny.folder("smolvlm") / "config.json").read_text()
     (tmp_path / "config.json").write_text(given)
     bare = questions.subject(str(tmp_path))
     whole = questions.subject(str(tiny.folder("smolvlm")))
-    assert bare.vision == whole.vision
+    assert bare.tower is not None
+    assert whole.tower is not None
+    assert bare.tower.config == whole.tower.config
     value = json.loads(given)
     value["vision_config"]["num_attention_heads"] = 7  # not a tower that is read: it is served as a language model
     (tmp_path / "config.json").write_text(json.dumps(value))
-    assert questions.subject(str(tmp_path)).vision is None
+    assert questions.subject(str(tmp_path)).tower is None

@@ -13,9 +13,11 @@ from attar.kv.eviction import Eviction
 from attar.kv.schemes import SCHEMES, KvScheme
 from attar.model.config import ModelConfig
 from attar.model.shapes import shape
+from attar.model.split import Share
 from attar.plan import costs, fit
 from attar.plan.costs import BLOCK, USUAL_KV, Storage
 from attar.plan.fit import ROOM, CacheLimits, Demand, Deployment, Fit
+from attar.plan.gpus import GpuSpec, gpu_spec
 from attar.plan.steps import StepLimits
 from tests.errors import user_error
 
@@ -254,6 +256,17 @@ def test_a_server_takes_no_more_of_a_fraction_than_it_can_use() -> None:
 def test_another_cache_format_is_a_division_of_its_own(config: ModelConfig, kv: str) -> None:
     limits, cache = StepLimits(rows=128), CacheLimits(64 * BLOCK)
     first = Deployment(config, W4, SCHEMES["bfloat16"])
+    found = fit.with_kv(fit.fit(first, 4 * GB, 1000, cache, limits), first, SCHEMES[kv], limits)
+    own = fit.fit(replace(first, kv=SCHEMES[kv]), 4 * GB, 1000, cache, limits)
+    assert replace(found, kept_by="") == replace(own, kept_by="")
+
+
+@pytest.mark.parametrize("kv", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("share", [Share(0, 2, 1), Share(0, 1, 2), Share(0, 2, 2)])
+@pytest.mark.parametrize("gpu", [None, gpu_spec("h100")])
+def test_so_it_is_in_each_of_several_processes(kv: str, share: Share, gpu: GpuSpec | None) -> None:
+    limits, cache = StepLimits(rows=128), CacheLimits(64 * BLOCK)
+    first = Deployment(CONFIG, W4, SCHEMES["bfloat16"], share, gpu)
     found = fit.with_kv(fit.fit(first, 4 * GB, 1000, cache, limits), first, SCHEMES[kv], limits)
     own = fit.fit(replace(first, kv=SCHEMES[kv]), 4 * GB, 1000, cache, limits)
     assert replace(found, kept_by="") == replace(own, kept_by="")

@@ -10,10 +10,11 @@ from attar.checkpoints.vocabulary import is_gguf
 from attar.images.settings import ImageSettings, read_settings
 
 
-def read(path: Path) -> ImageSettings | None:
-    """Return the settings of a model's images; None for one that takes none. Raises UserError as
-    `images.settings.read_settings` does of a folder, and `mmproj.read` of a GGUF file."""
+def read(path: Path, whole: bool = True) -> ImageSettings | None:
+    """Return the settings of a model's images; None for one that takes none. Without `whole`, the headers of GGUF files
+    are enough. Raises UserError as `images.settings.read_settings` does of a folder, and `mmproj.read` of a GGUF
+    file."""
     if not is_gguf(path):
         return read_settings(path)
-    found = mmproj.read(path)
+    found = mmproj.read(path, whole)
     return None if found is None else found.images

@@ -14,6 +14,7 @@ import typer
 from attar.cli.commands import flag, option
 from attar.cli.terminal import parse_bytes
 from attar.errors import UserError
+from attar.protocol.image_limits import MAX_PIXELS
 
 FOLDER = "A local folder, a Hub id such as org/name[@revision], or `demo`, the embedded model."
 MODEL = FOLDER.replace("folder,", "folder, a GGUF file,")
@@ -38,6 +39,17 @@ def parse_time(text: str) -> float:
     if not 10 <= seconds <= 30 * 86400:
         raise UserError("option_out_of_range", f"{text}: a time is 10 s to 30 days")
     return seconds
+
+
+def parse_pixels(text: str) -> tuple[int, int]:
+    """Parse a size of images such as 1024x768 to height and width. Raises ValueError for other text, and for more
+    pixels than a request may send."""
+    wide, _, high = text.partition("x")
+    if not (wide.isdecimal() and high.isdecimal() and len(text) <= 12):
+        raise UserError("option_malformed", f"{text[:32]!r} is no size of images: write it like 1024x768")
+    if not 1 <= int(wide) * int(high) <= MAX_PIXELS:
+        raise UserError("option_out_of_range", f"{text}: an image has 1 to {MAX_PIXELS:,} pixels")
+    return int(high), int(wide)
 
 
 def parse_draft_tokens(text: str) -> int | None:

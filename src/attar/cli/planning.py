@@ -21,15 +21,18 @@ from attar.cli.options import (
     SparseAttention,
     Threads,
     Tp,
+    parse_pixels,
     parse_size,
     parse_time,
 )
 from attar.cli.scheduling import SchedulerOptions
 from attar.cli.terminal import emit, errors, progress, require, tell
 from attar.errors import Code, UserError
+from attar.protocol.image_limits import MAX_IMAGES
 
 if TYPE_CHECKING:
     from attar.plan.comparison import Hardware, Subject
+    from attar.plan.vision import ImageLoad
     from attar.protocol.settings import Settings
 
 
@@ -52,6 +55,12 @@ class PlanConfig(SchedulerOptions):
     context: Annotated[int | None, option(
         "Workload", "N", "Tokens of prompt and output.", min=1, default="the model's, or what fits",
     )] = None  # fmt: skip
+    images: Annotated[int | None, option(
+        "Workload", "N", "Images of each request. Their rows are added to --context.", min=1, max=MAX_IMAGES,
+    )] = None  # fmt: skip
+    image_size: Annotated[
+        str | None, option("Workload", "PIXELS", "Width and height of each image.", default="1024x768")
+    ] = None
     goal: Annotated[str | None, option(
         "Goal", "GOALS", "Find what meets these limits: kl, top1, ttft, tpot, tokens_per_second, memory, size, such as "
         "kl<=0.02, tpot<=60ms, memory<=4GB.",
@@ -117,6 +126,9 @@ class PlanConfig(SchedulerOptions):
             raise UserError("option_conflict", "name a --device or a --gpu, one of the two")
         if self.goal is not None and self.scenario is not None:
             raise UserError("option_conflict", "a --scenario stands for a --goal: name one of the two")
+        if self.image_size is not None and self.images is None:
+            raise UserError("option_unused", "--image-size needs --images")
+        _ = self.pixels  # which checks them
         self.check_goal()
         require(self.device)
 
@@ -141,13 +153,18 @@ class PlanConfig(SchedulerOptions):
         others = {
             "--adapter": self.adapter, "--bandwidth": self.bandwidth, "--sparse-attention": self.sparse_attention,
             "--kv-eviction": self.kv_eviction,
-            "--tp": self.tp > 1, "--pp": self.pp > 1, "--kv-fraction": self.kv_fraction,
+            "--kv-fraction": self.kv_fraction,
             "--max-tokens-in-cache": self.max_tokens_in_cache,
         }  # fmt: skip
         if given := [name for name, value in others.items() if value]:
             raise UserError("option_conflict", f"{', '.join(given)}: a plan by goals does not take this yet")
+        if self.tp * self.pp > 1 and self.gpu is None and self.device == "cpu":
+            message = "--tp and --pp with --goal need a --gpu or --device: no rate of a CPU has what processes send"
+            raise UserError("option_conflict", message)
         if self.trace is not None and self.prompt is not None:
             raise UserError("option_conflict", "a --trace has prompts of its own: leave out --prompt")
+        if self.trace is not None and self.images is not None:
+            raise UserError("option_conflict", "a --trace has prompts of its own: leave out --images")
 
     def plan_by_goal(self) -> None:
         """Plan by the goals, print the plan, and exit with status 1 where nothing meets them."""
@@ -160,8 +177,25 @@ class PlanConfig(SchedulerOptions):
             prompt=self.prompt, trace=self.trace, rates=self.rates, outputs=self.outputs or (),
             gpu=self.hardware().gpu if by_gpu else None, settings=self.engine(), as_json=self.as_json,
             measure=self.measure, apply=self.apply, text=self.text, calib=self.calib, samples=self.samples,
-            quiet=self.quiet, acceptance=self.acceptance,
+            quiet=self.quiet, acceptance=self.acceptance, images=self.images, image_size=self.pixels,
         ))  # fmt: skip
+
+    def load(self, subject: Subject) -> ImageLoad | None:
+        """Return what the images of each request are; None without --images. Raises ValueError for a model or options
+        that do not go with images."""
+        from attar.engine import deployment
+
+        if self.images is None:
+            return None
+        by_gpu = self.gpu is not None or self.device != "cpu"
+        return deployment.image_load(self.engine(), subject, self.images, self.pixels, by_gpu)
+
+    @property
+    def pixels(self) -> tuple[int, int]:
+        """Return the height and width of each image. Raises ValueError for malformed ones."""
+        from attar.plan.vision import SIZE
+
+        return SIZE if self.image_size is None else parse_pixels(self.image_size)
 
     def subject(self) -> Subject:
         """Find the model, by name or shape. Raises ValueError where there is none."""
@@ -211,7 +245,7 @@ def plan(config: PlanConfig) -> None:
     Each row is one precision of weights and KV cache, as `attar serve` would start with the same options. Speeds are
     upper bounds by memory bandwidth, and on a GPU by arithmetic. Memory of a GPU's driver and graphs is not counted:
     `serve` measures it. With --tp or --pp, --memory and --bandwidth are each GPU's. --memory is each CPU process's,
-    where `serve` divides it.
+    where `serve` divides it. --images asks for requests with images, for a model with a vision tower.
 
     With --goal, the plan names the configuration that meets the limits, and ends with status 1 where none does. Each
     number has a mark: exact, measured, fitted or of a data sheet. MODEL may then be a bare config.json.
@@ -240,7 +274,10 @@ def plan(config: PlanConfig) -> None:
         hardware = config.hardware()
         if hardware.bandwidth is None and hardware.gpu is None:
             tell("the kernels do not load, so how fast memory reads is not known: give --bandwidth")
-        made = deployment.plan(settings, subject, Demand(config.context, config.users), hardware)
+        load, context = config.load(subject), config.context
+        if load is not None and context is not None:
+            context += load.tokens
+        made = deployment.plan(settings, subject, Demand(context, config.users), hardware, load)
         print(f"{report.to_text(made)}\n{settings.limits().told(settings.preset)}")
         emit(config.as_json, report.to_dict(made))
 

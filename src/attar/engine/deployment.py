@@ -17,28 +17,46 @@ from msgspec.structs import replace as with_fields
 
 from attar import machine
 from attar.errors import UserError, code_of
+from attar.images.settings import ImageSettings
 from attar.kv.eviction import moves, parse_all
 from attar.kv.schemes import scheme
 from attar.kv.sparse import LAYOUTS, SparseAttention
 from attar.model.split import Share
-from attar.plan import comparison
+from attar.plan import comparison, vision
 from attar.plan.comparison import Hardware, Plan, Precisions, Subject
-from attar.plan.fit import CacheLimits, Demand, size
+from attar.plan.fit import CacheLimits, Demand
+from attar.plan.fit import size as size_of
 from attar.plan.gpus import GpuSpec
 from attar.plan.sharing import Sharing
 from attar.plan.steps import StepLimits
+from attar.plan.vision import ImageLoad
 from attar.protocol.settings import Settings
 
 
 def checkpoint(name: str) -> Subject:
     """Read a checkpoint's headers. Raises ValueError as loading it would."""
     from attar.checkpoints.sources import hub
-    from attar.checkpoints.sources.opening import stored
-    from attar.engine.images.limits import tower_bytes, tower_of
 
-    path = hub.resolve(name)
-    (config, storage), vision = stored(path), tower_of(path)[0]
-    return Subject(name, config, storage, vision, 0 if vision is None else tower_bytes(vision, storage.dtype, path))
+    return subject_at(name, hub.resolve(name))
+
+
+def subject_at(name: str, path: Path, whole: bool = True) -> Subject:
+    """Read the headers of a folder or a GGUF file; without `whole`, a GGUF file needs nothing else. Raises ValueError
+    as loading it would."""
+    from attar.checkpoints import image_settings
+    from attar.checkpoints.sources.opening import stored
+    from attar.engine.images.limits import tower_weights
+
+    config, storage = stored(path, whole)
+    tower = tower_weights(path, storage.dtype, whole)
+    if tower is None:
+        return Subject(name, config, storage)
+    images: ImageSettings | str | None
+    try:
+        images = image_settings.read(path, whole)
+    except UserError as error:
+        images = str(error)
+    return Subject(name, config, storage, tower, images)
 
 
 def machine_at_hand(bandwidth: int | None) -> Hardware:
@@ -85,8 +103,11 @@ def for_users(settings: Settings, users: int) -> Settings:
     return with_fields(settings, max_running=users, max_step_tokens=tokens)
 
 
-def plan(settings: Settings, subject: Subject, demand: Demand, hardware: Hardware) -> Plan:
-    """Plan `demand` for every usual precision of weights and KV cache, or the settings' own KV format.
+def plan(
+    settings: Settings, subject: Subject, demand: Demand, hardware: Hardware, load: ImageLoad | None = None
+) -> Plan:
+    """Plan `demand` for every usual precision of weights and KV cache, or the settings' own KV format. A `load` of
+    images is part of the demand's context, and is shown.
 
     A memory that settings name is each process's. Otherwise CPU processes share what the machine has, and each GPU has
     its own. Raises ValueError as `comparison.plan`.
@@ -123,19 +144,49 @@ def plan(settings: Settings, subject: Subject, demand: Demand, hardware: Hardwar
         subject, demand, hardware, precisions, StepLimits.of(limits, settings.threads or machine.cores()),
         CacheLimits(settings.max_cached_tokens, settings.kv_fraction), adapters, share,
     )  # fmt: skip
-    return replace(made, images=images)
+    tower = subject.tower.choices(on_tiles()) if images and subject.tower is not None else {}
+    return replace(made, images=images, tower=tower, image_load=load)
 
 
-def image_bytes(settings: Settings, subject: Subject) -> int:
-    """Return the bytes of a model's vision tower and projector, and of features of images, on a CPU; 0 where an engine
-    of these settings takes no images."""
-    if subject.vision is None:
+def image_bytes(settings: Settings, subject: Subject, tiles: bool | None = None) -> int:
+    """Return the bytes of a model's vision tower and projector, and of features of images, on a CPU with `tiles` or
+    without, by default this one; 0 where an engine of these settings takes no images."""
+    if subject.tower is None:
         return 0
     from attar.engine.images.limits import no_images
 
-    if no_images(settings, subject.vision) is not None:
+    if no_images(settings, subject.tower.config) is not None:
         return 0
-    return subject.tower_bytes + settings.image_cache
+    return subject.tower.bytes(on_tiles() if tiles is None else tiles) + settings.image_cache
+
+
+def on_tiles() -> bool:
+    """Return whether this machine has tiles, on which towers stored in bfloat16 are computed in it."""
+    from attar.kernels.tiles import faster
+
+    return faster()
+
+
+def image_load(settings: Settings, subject: Subject, count: int, size: tuple[int, int], gpu: bool = False) -> ImageLoad:
+    """Return what `count` images of a height and width are in each request, to a server on a `gpu` or on CPUs.
+
+    Raises UserError for a model without a vision tower, for settings that images do not go with, and for images that
+    the model or a server does not take.
+    """
+    from attar.engine.images.limits import no_images
+
+    if subject.tower is None:
+        raise UserError("feature_unsupported", f"--images: {subject.name} has no vision tower that attar reads")
+    config = subject.tower.config
+    if (why := no_images(with_fields(settings, device="cuda") if gpu else settings, config)) is not None:
+        raise UserError("option_conflict", f"--images does not go with {why}")
+    if isinstance(subject.images, str):
+        raise UserError("feature_unsupported", f"--images: {subject.images}")
+    load = vision.images(config, subject.images, count, size)
+    if (needed := load.feature_bytes(config)) > settings.image_cache:
+        message = f"features of {count} images take {size_of(needed)}: a server keeps {size_of(settings.image_cache)}"
+        raise UserError("plan_does_not_fit", f"{message}, unless --image-cache says more")
+    return load
 
 
 def without_images(memory: int, images: int, source: str) -> tuple[int, str]:
@@ -144,10 +195,10 @@ def without_images(memory: int, images: int, source: str) -> tuple[int, str]:
     if images > memory:
         raise UserError(
             "memory_insufficient",
-            f"the vision tower needs {size(images)}, but there are {size(memory)} ({source}): "
-            f"{size(images - memory)} too little",
+            f"the vision tower needs {size_of(images)}, but there are {size_of(memory)} ({source}): "
+            f"{size_of(images - memory)} too little",
         )
-    return memory - images, f"{source}, less {size(images)} of the vision tower"
+    return memory - images, f"{source}, less {size_of(images)} of the vision tower"
 
 
 def _evicting(

@@ -32,7 +32,7 @@ from attar.engine.config import EngineConfig
 from attar.engine.engine import Engine
 from attar.engine.fitting import cost_of, deployment, evictions, fit, on_gpu, prefill, room_for_weights, sparse
 from attar.engine.identity import bits_of
-from attar.engine.images.limits import NO_TENSORS, no_images, tower_bytes, tower_of
+from attar.engine.images.limits import NO_TENSORS, no_images, tower_of, tower_weights
 from attar.engine.loader import BY_REFERENCE, LoadedModel, Parallel, load_model, without_kernels
 from attar.engine.memory_profile import GpuMemory, ProfileRun, measure
 from attar.engine.speculation import drafter
@@ -40,6 +40,7 @@ from attar.errors import UserError
 from attar.execution import kv_cache
 from attar.formats.scheme import Scheme
 from attar.kernels import dispatch
+from attar.kernels.tiles import faster
 from attar.kernels.triton.weights import knows_float8
 from attar.kv.schemes import KvScheme
 from attar.model.config import ModelConfig
@@ -159,12 +160,12 @@ def _check(settings: Settings) -> _Checked:
 
 def _fit(settings: Settings, checked: _Checked) -> Fit:
     """Divide the memory of a start on CPUs. Raises ValueError where the model does not fit."""
-    limits, vision = settings.limits(), tower_of(checked.path)[0]
+    limits = settings.limits()
     folders = [Path(folder) for _, folder in settings.adapters]
     beside = lora.memory(folders, checked.config, limits.max_step_tokens, checked.held.share)
     images = 0
-    if checked.seeing and vision is not None:
-        images = tower_bytes(vision, checked.storage.dtype, checked.path) + settings.image_cache
+    if checked.seeing and (tower := tower_weights(checked.path, checked.storage.dtype)) is not None:
+        images = tower.bytes(faster()) + settings.image_cache
     return fit(settings, checked.held, limits, settings.threads or machine.cores(), beside, images)
 
 

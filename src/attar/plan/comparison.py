@@ -14,26 +14,27 @@ bench` measures what kernels reach of them. Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attar.errors import UserError
 from attar.formats.scheme import Scheme
+from attar.images.settings import ImageSettings
 from attar.kv.eviction import Eviction
 from attar.kv.schemes import KvScheme
 from attar.kv.sparse import SparseAttention
 from attar.model import shapes
 from attar.model.config import ModelConfig
 from attar.model.split import Share
-from attar.model.vision.config import VisionConfig
 from attar.plan import costs, gpus, steps
 from attar.plan.costs import Storage
 from attar.plan.fit import NO_LIMITS, WHOLE, CacheLimits, Demand, Deployment, Fit, longest, shared, start
 from attar.plan.gpus import GpuSpec
 from attar.plan.roofline import Roofline
 from attar.plan.steps import StepLimits
+from attar.plan.vision import ImageLoad, TowerWeights
 
 SPLITS = tuple(Share(0, tp, pp) for tp, pp in ((2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (1, 8)))
 """Numbers of GPUs that a plan for one compares besides."""
@@ -43,14 +44,16 @@ USUAL = ("dense", "w8a8", "w4g128", "w3g128")
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that is planned for: its name, its configuration, how its weights are stored, and its vision tower with
-    the stored bytes of tower and projector."""
+    """The model that is planned for: its name, its configuration, how its weights are stored, and its vision tower.
+
+    images: how it wants images, or why that is not known; None for a config.json alone.
+    """
 
     name: str
     config: ModelConfig
     storage: Storage
-    vision: VisionConfig | None = None
-    tower_bytes: int = 0
+    tower: TowerWeights | None = None
+    images: ImageSettings | str | None = None
 
     @classmethod
     def shape(cls, name: str, head: str | None) -> Subject:
@@ -192,6 +195,8 @@ class Plan:
     gpu: GpuSpec | None = None
     eviction: Eviction | None = None
     images: int = 0  # bytes of a vision tower and of features of images, which the memory is without
+    tower: Mapping[str, int] = field(default_factory=dict)  # bytes of the weights: `stored`, and by `compress --vision`
+    image_load: ImageLoad | None = None  # whose rows are part of the context
     splits: tuple[tuple[Share, Row | None], ...] = ()
     """The most precise choice that fits on each process of several GPUs; None where none does."""
 

@@ -223,11 +223,11 @@ def fit(
 
 
 def with_kv(found: Fit, deployment: Deployment, kv: KvScheme, limits: StepLimits) -> Fit:
-    """Return the division `found` of a deployment in one process with another KV format, and as many cache blocks.
+    """Return the division `found` of a deployment with another KV format, and as many cache blocks.
 
     It equals `fit` for that format, without another sum over the weights.
     """
-    config, gpu = deployment.config, deployment.gpu
+    config, gpu = shared(deployment.config, deployment.storage, deployment.share)[0], deployment.gpu
     if gpu is not None:
         each, beside = gpus.block_bytes(config, kv, gpu.float8), 0
     else:
@@ -235,7 +235,8 @@ def with_kv(found: Fit, deployment: Deployment, kv: KvScheme, limits: StepLimits
         beside = costs.beside_bytes(config, kv, limits.sequences)
         beside -= costs.beside_bytes(config, deployment.kv, limits.sequences)
     rows = limits.rows * (1 if gpu is None else 2)
-    shape = cache_shape(config, each, found.context, limits.sequences, rows)
+    whole = deployment.share.pp == 1
+    shape = cache_shape(config, each, found.context, limits.sequences, rows) if whole else None
     return replace(found, step=found.step + beside, block_bytes=each, windows=shape)
 
 

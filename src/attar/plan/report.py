@@ -59,7 +59,7 @@ def to_text(plan: Plan) -> str:
     if plan.eviction is not None:
         lines += [_of_eviction(plan.eviction, shown), ""]
     if plan.images:
-        lines += [f"vision tower, projector and features of images (--image-cache) take {size(plan.images)} beside", ""]
+        lines += [*_of_images(plan), ""]
     if plan.gpu is not None:
         rates = ", ".join(f"{kind} {rate / 1e12:,.0f}" for kind, rate in plan.gpu.operations.items())
         lines.append(
@@ -81,6 +81,17 @@ def to_text(plan: Plan) -> str:
         lines.append(f"{FORMULA}, here {rates}: limits, not promises{by_compute}")
     lines += [f"{name} has linears without a CPU kernel: slow, and held a second time as float32" for name in slow]
     return "\n".join([*lines, answer(plan)])
+
+
+def _of_images(plan: Plan) -> list[str]:
+    """Return what a vision tower takes, and what images are of a request."""
+    others = " or ".join(f"{size(each)} with compress --vision {name}" for name, each in plan.tower.items())
+    weights = others.replace(" with compress --vision stored", " as stored")
+    lines = [f"vision tower, projector and features of images (--image-cache) take {size(plan.images)} beside"]
+    lines.append(f"tower and projector: {weights}")
+    if (load := plan.image_load) is not None:
+        lines.append(f"{load}, {load.tokens:,} tokens of the context")
+    return lines
 
 
 def _of_eviction(eviction: Eviction, row: Row) -> str:
@@ -174,7 +185,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "users": plan.users, "step_sequences": plan.limits.sequences, "step_tokens": plan.limits.rows,
         "bandwidth": plan.bandwidth, "int8_rate": plan.int8_rate, "card": None if plan.gpu is None else plan.gpu.name,
         "kv_eviction": None if plan.eviction is None else str(plan.eviction),
-        "images": plan.images,
+        "images": plan.images, "tower": dict(plan.tower),
+        "image_load": None if plan.image_load is None else plan.image_load.to_dict(),
         "formula": FORMULA if plan.gpu is None else CARD_FORMULA, "fits": any(row.fits for row in plan.rows),
         "answer": answer(plan), "rows": [_row_to_dict(row) for row in plan.rows],
         "splits": [

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,13 @@ from attar.checkpoints.sources import vision
 from attar.compression.request.request import CompressionRequest
 from attar.compression.runs.pipeline import compress, compress_request
 from attar.errors import UserError
+from attar.evaluation.planning import questions
 from attar.formats.codecs import ggml_round
 from attar.formats.codecs.ggml import TYPES
 from attar.images.settings import ImageSettings
+from attar.kernels import dispatch
 from attar.model.vision import assembly
+from attar.model.vision.tensors import tensors
 from attar.model.vision.wrappers import OUTSIDE
 from attar.protocol.images import ImageInput, digest_of
 from tests.engine.images import models
@@ -145,7 +149,7 @@ def test_tensors_have_the_names_of_gguf_py(kind: str, pair: Callable[[str], tupl
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
     stored = set(GgufFile(mmproj.path_of(file)).names())
     known = set()
-    for part, name, _ in assembly.tensors(tower.config):
+    for part, name, _ in tensors(tower.config):
         full = prefixes[part] + name
         # The spellings that llama.cpp's converter makes before it looks a name up.
         if full.startswith("vision_tower.") and "vision_model" not in full:
@@ -234,6 +238,26 @@ def test_a_receipt_of_an_output_without_the_tower_has_nothing_of_it(tmp_path: Pa
     compress(source, tmp_path / "blind.gguf", recipe="q8_0")
     assert not mmproj.path_of(tmp_path / "blind.gguf").exists()
     assert not {"copied", "vision"} & _receipt(tmp_path / "blind.gguf").keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_counts_the_tower_by_headers(
+    kind: str, pair: Callable[[str], tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes are those that a server loads, and the two headers are enough."""
+    _, file = pair(kind)
+    store = dispatch.store()
+    if store is None:
+        pytest.skip("the native kernels do not load here")
+    monkeypatch.setattr(vision, "faster", lambda: False)
+    loaded = vision.load_vision(file, torch.float32, store)
+    whole = questions.subject(str(file))
+    assert whole.tower is not None
+    assert loaded is not None
+    assert whole.tower.bytes(False) == loaded.nbytes
+    for each in (file, mmproj.path_of(file)):
+        (tmp_path / each.name).write_bytes(each.read_bytes()[: GgufFile(each).header.data])
+    assert questions.subject(str(tmp_path / file.name)) == replace(whole, name=str(tmp_path / file.name))
 
 
 def test_a_file_that_is_there_is_kept(pair: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:

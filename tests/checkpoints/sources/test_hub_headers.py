@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from attar.checkpoints.sources.hub_headers import MOST_GGUF, MOST_SAFETENSORS
 from attar.checkpoints.sources.opening import stored
 from attar.evaluation.planning import questions
 from tests.checkpoints.sources.loopback_hub import Hub, files
+from tests.engine.images import models
 from tests.errors import user_error
 
 HOLE = 3_000_000_000  # bytes of a file that the server pretends to have
@@ -66,6 +68,24 @@ def test_a_gguf_file_by_its_name(hub: Hub, demo: Path, tmp_path: Path, monkeypat
         assert (found.config, found.storage) == stored(tmp_path / "demo.gguf")
         assert hub.sent < MOST_GGUF
         assert hub.sent < len(hub.repos["org/file"]["q/demo.gguf"])
+
+
+def test_a_vision_tower_is_counted_by_headers(hub: Hub, tmp_path: Path) -> None:
+    """Of a folder with the settings of images, and of a GGUF file with its mmproj file."""
+    path = tmp_path / "vision"
+    models.save("smolvlm", path)
+    convert(path, tmp_path / "a.gguf", to="gguf")
+    hub.repos["org/vision"] = files(path)
+    ggufs = {each.name: each.read_bytes() for each in tmp_path.glob("*.gguf")}
+    assert set(ggufs) == {"a.gguf", "mmproj-a.gguf"}
+    hub.repos["org/pair"] = {f"q/{name}": data for name, data in ggufs.items()}
+    for name, local in (("org/vision", path), ("org/pair", tmp_path / "a.gguf"), ("org/pair/q/a.gguf", path)):
+        found, whole = questions.subject(name), questions.subject(str(local))
+        assert found.tower is not None
+        assert whole.tower is not None
+        assert found.tower.bytes(False) == whole.tower.bytes(False)
+        assert found.images is not None
+    assert questions.subject("org/vision") == replace(questions.subject(str(path)), name="org/vision")
 
 
 def test_headers_past_the_limit_are_refused(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

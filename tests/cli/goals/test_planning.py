@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from attar.cli.main import app
 from attar.plan.rates import profile as profiles
+from tests.engine.images import models
 from tests.pretend_rates import PROFILE
 
 CONFIG: dict[str, Any] = {
@@ -230,3 +231,79 @@ def test_an_impossible_goal_names_the_nearest_miss(model: Path, rates: Path) -> 
 def test_rates_are_of_the_machine_alone(tmp_path: Path) -> None:
     assert run("bench demo --rates")[1]["code"] == "option_conflict"
     assert run(f"bench demo -o {tmp_path / 'x'}")[1]["code"] == "option_unused"
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vision")
+    models.save("smolvlm", folder)
+    return folder
+
+
+def test_images_are_rows_and_time(vision: Path, rates: Path) -> None:
+    command = f"plan {vision} --rates {rates} --context 64 --goal ttft<=10s"
+    _, plain = run(command)
+    status, seen = run(f"{command} --images 2 --image-size 640x480")
+    assert status == 0
+    assert plain["images"] is None
+    given = seen["images"]
+    assert (given["count"], given["width"], given["height"]) == (2, 640, 480)
+    assert given["tokens"] == 2 * given["rows"]
+    assert (seen["context"], seen["prompt"]) == (64 + given["tokens"], 48 + given["tokens"])
+    assert f"--context {seen['context']} " in seen["commands"][-1]
+    took = given["encoding"]
+    assert took["evidence"] == "fitted"
+    assert took["low"] < took["value"] < took["high"]
+    assert seen["chosen"]["ttft_p95"]["value"] > plain["chosen"]["ttft_p95"]["value"] + took["value"]
+    assert any("2 images a request" in note for note in seen["notes"])
+
+
+def test_a_plan_of_memory_has_the_rows_of_images(vision: Path) -> None:
+    _, plain = run(f"plan {vision} --bandwidth 10GB --context 64")
+    status, seen = run(f"plan {vision} --bandwidth 10GB --context 64 --images 1")
+    assert (status, plain["image_load"]) == (0, None)
+    assert seen["context"] == 64 + seen["image_load"]["tokens"]
+    assert set(seen["tower"]) == {"stored", "w8", "w8a8"}
+    assert seen["images"] == plain["images"] > seen["tower"]["stored"]
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ("--image-size 640x480", "option_unused"),
+        ("--images 1 --image-size 640", "option_malformed"),
+        ("--images 1 --image-size 0x480", "option_out_of_range"),
+        ("--images 1 --image-size 99999x99999", "option_out_of_range"),
+        ("--images 1 --image-size 9000x9", "image_too_large"),
+        ("--images 9", "option_out_of_range"),
+        ("--images 1 --gpu h100", "option_conflict"),
+        ("--images 1 --tp 2", "option_conflict"),
+        ("--images 1 --goal kl<=1 --trace none.jsonl", "option_conflict"),
+        ("--images 1 --goal kl<=1 --measure 1m", "option_conflict"),
+        ("--images 1 --goal kl<=1 --gpu h100", "option_conflict"),
+    ],
+)
+def test_options_that_images_do_not_go_with(options: str, code: str, vision: Path) -> None:
+    bandwidth = "" if "--goal" in options else "--bandwidth 10GB"
+    status, said = run(f"plan {vision} {bandwidth} {options}")
+    assert (status, said["code"]) == (2, code)
+
+
+def test_a_model_without_a_tower_has_no_images(model: Path, rates: Path) -> None:
+    for more in (["--bandwidth", "10GB"], ["--rates", str(rates), "--goal", "kl<=1"]):
+        status, said = run(f"plan {model} --images 1", *more)
+        assert (status, said["code"]) == (2, "feature_unsupported")
+
+
+def test_several_gpus_are_planned_for_and_several_cpu_processes_are_not() -> None:
+    command = "plan --shape llama-3.1-8b --users 8 --context 4096 --goal kl<=0.1"
+    status, one = run(f"{command} --gpu h100")
+    parted, two = run(f"{command} --gpu h100 --tp 2")
+    assert (status, parted) == (0, 0)
+    assert (one["tp"], two["tp"], two["pp"]) == (1, 2, 1)
+    assert two["chosen"]["memory"]["value"] < one["chosen"]["memory"]["value"]
+    assert "--tp 2" in two["commands"][-1]
+    assert any("send each other" in note for note in two["notes"])
+    for more in ("--tp 2", "--pp 2"):
+        status, said = run(f"{command} {more}")
+        assert (status, said["code"]) == (2, "option_conflict")

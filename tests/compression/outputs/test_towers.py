@@ -23,7 +23,7 @@ from attar.kernels import dispatch, ops
 from attar.kernels.native.linear import PackedWeight
 from attar.kernels.native.store import CpuWeights
 from attar.model.cache import ForwardBatch
-from attar.model.vision.assembly import linears
+from attar.model.vision.tensors import linears
 from tests.errors import user_error
 from tests.model.vision import seen, tiny
 

@@ -44,3 +44,16 @@ def test_a_scheme_that_no_kernel_takes_is_named() -> None:
 def test_rates_are_medians() -> None:
     found = machine_rates.rate([1.0, 2.0, 4.0])
     assert (found.value, found.spread) == (2.0, 0.75)
+
+
+def test_tiles_have_a_rate_where_the_processor_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_rates.tiles, "faster", lambda: False)
+    without = machine_rates.measure([], usual=False)
+    assert without.bf16_tiles is None
+    monkeypatch.setattr(machine_rates.tiles, "faster", lambda: True)
+    found = machine_rates.with_tiles(without)
+    assert found.bf16_tiles is not None
+    assert found.bf16_tiles.value > 0
+    assert machine_rates.with_tiles(found) is found
+    assert profiles.decode(profiles.encode(found)) == found
+    assert len(machine_rates.to_text(found).splitlines()) == len(machine_rates.to_text(without).splitlines()) + 1

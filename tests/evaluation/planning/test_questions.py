@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,14 @@ from attar import env
 from attar.checkpoints.convert.run import convert
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.sources.opening import stored
+from attar.engine import deployment
 from attar.evaluation.planning import machine_rates, questions
+from attar.images.settings import ImageSettings
 from attar.plan.rates import store
-from attar.plan.rates.profile import MachineProfile
+from attar.plan.rates.profile import MachineProfile, Rate
+from attar.plan.vision import TILES
+from attar.protocol.settings import Settings
+from tests.engine.images import models
 from tests.errors import user_error
 from tests.pretend_rates import curve, profile
 
@@ -106,3 +112,45 @@ def test_an_output_of_another_shape_is_refused(tiny: Path, tmp_path: Path) -> No
     other = questions.subject(str(tmp_path / "config.json")).config
     with user_error("checkpoint_mismatch"):
         questions.outputs([str(tiny)], other)
+
+
+def test_settings_of_images_beside_a_config(tmp_path: Path) -> None:
+    """A config.json has those of the files beside it; by itself, and under another name, it has none."""
+    models.save("smolvlm", tmp_path / "whole")
+    for name in ("config.json", "preprocessor_config.json"):
+        (tmp_path / name).write_bytes((tmp_path / "whole" / name).read_bytes())
+    found = questions.subject(str(tmp_path / "config.json"))
+    assert found.images == questions.subject(str(tmp_path / "whole")).images
+    assert isinstance(found.images, ImageSettings)
+    (tmp_path / "other.json").write_bytes((tmp_path / "config.json").read_bytes())
+    assert questions.subject(str(tmp_path / "other.json")).images is None
+    given = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**given, "do_resize": False}))
+    wrong = questions.subject(str(tmp_path))
+    assert isinstance(wrong.images, str)
+    with user_error("feature_unsupported", "do_resize"):
+        deployment.image_load(Settings("m", "m"), wrong, 1, (64, 64))
+
+
+def test_the_rate_of_tiles_is_measured_once_where_it_is_needed(
+    here: MachineProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list[Rate | None]()
+
+    def measured() -> Rate:
+        made.append(Rate(1e12))
+        return Rate(1e12)
+
+    monkeypatch.setattr(machine_rates, "bf16_tiles", measured)
+    monkeypatch.setattr(machine_rates, "measure", lambda: replace(here, isa=TILES))
+    assert questions.rates(None, ["bf16"], lambda _: None).profile.bf16_tiles is None
+    for _ in range(2):
+        assert questions.rates(None, ["bf16"], lambda _: None, tiles=True).profile.bf16_tiles == Rate(1e12)
+    assert len(made) == 1
+
+
+def test_other_processors_have_no_rate_of_tiles(here: MachineProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_rates, "bf16_tiles", lambda: pytest.fail("measured"))
+    monkeypatch.setattr(machine_rates, "measure", lambda: here)
+    for _ in range(2):
+        assert questions.rates(None, ["bf16"], lambda _: None, tiles=True).profile.bf16_tiles is None

@@ -15,9 +15,9 @@ from attar.checkpoints.sources import vision as vision_source
 from attar.checkpoints.sources.vision import load_vision
 from attar.kernels import dispatch
 from attar.kernels.native.store import CpuWeights
-from attar.model.vision.assembly import tensors
 from attar.model.vision.config import CLIP_MEAN, VisionConfig, read_vision
 from attar.model.vision.model import VisionModel
+from attar.model.vision.tensors import tensors
 from tests.errors import user_error
 from tests.model.vision import seen, tiny
 

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attar.plan.goals import search
+from attar.plan.goals.cells import Cell, widened
 from attar.plan.goals.history import ENOUGH, MAX_BYTES, MOST, History
-from attar.plan.goals.search import Cell, Configuration, Workload, widened
+from attar.plan.goals.search import Configuration, Workload
 from tests.plan.goals.test_search import question
 from tests.pretend_rates import PROFILE
 

@@ -11,8 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attar.model.shapes import shape
+from attar.model.split import Share
+from attar.model.vision.config import VisionConfig
+from attar.model.vision.tiles import Tiles
 from attar.plan import costs
 from attar.plan.costs import Storage
+from attar.plan.fit import CacheLimits, Deployment, blocks_for, fit
 from attar.plan.goals import advice, candidates, quality, report, search
 from attar.plan.goals.candidates import Weights
 from attar.plan.goals.parse import parse
@@ -20,6 +24,7 @@ from attar.plan.goals.search import Question, Workload
 from attar.plan.gpus import gpu_spec
 from attar.plan.rates.step_time import of_gpu
 from attar.plan.steps import StepLimits
+from attar.plan.vision import Encoding, ImageLoad
 from tests.errors import user_error
 from tests.pretend_rates import PROFILE
 
@@ -68,6 +73,92 @@ def test_without_a_goal_on_quality_the_best_is_kept() -> None:
     best = search.search(question("memory<=60GB")).best
     assert best is not None
     assert best.cells["kl"].value == 0
+
+
+@pytest.mark.parametrize("share", [Share(0, 2, 1), Share(0, 4, 1), Share(0, 1, 2), Share(0, 2, 2)])
+def test_several_gpus_each_have_their_part(share: Share) -> None:
+    """Memory is that of a GPU's division, and a step takes the bytes and operations of its part of all layers."""
+    gpu, limits = gpu_spec("h100"), StepLimits(sequences=32)
+    asked = question("kl<=1", 4, 4096, gpu=gpu, profile=of_gpu(gpu), share=share, limits=limits)
+    whole = {(each.name, each.rows): each for each in search.search(replace(asked, share=Share())).all}
+    found = search.search(asked).all
+    assert found
+    for each in found:
+        held = Deployment(CONFIG, each.weights.storage, each.kv, share, gpu)
+        blocks = blocks_for(4, 4096 // 64, limits.headroom)
+        own = fit(held, 10**12, 4096, CacheLimits(blocks * 64), replace(limits, rows=each.rows))
+        assert each.cells["memory"].value == own.memory - own.unused
+        other = whole[each.name, each.rows]
+        assert each.cells["memory"].value < other.cells["memory"].value
+        assert each.cells["size"] == other.cells["size"]
+        token, one = each.cells["tpot_p95"], other.cells["tpot_p95"]
+        assert token.evidence == "data sheet" if not each.technique else token.evidence != "measured"
+        if share.tp == 1:
+            assert token == one, "stages run one after another"
+        else:
+            assert one.value / share.tp <= 1.001 * token.value < one.value
+    best = search.search(asked)
+    assert f"--tp {share.tp}" in report.commands(best, "m")[-1] or share.tp == 1
+    assert f"--pp {share.pp}" in report.commands(best, "m")[-1] or share.pp == 1
+    assert advice.advise(asked, best.nearest.kv)
+
+
+def test_weights_that_several_gpus_cannot_share_are_rejected() -> None:
+    gpu = gpu_spec("h100")
+    asked = question("kl<=1", gpu=gpu, profile=of_gpu(gpu), share=Share(0, 3, 1))
+    with user_error("parallel_indivisible"):
+        search.search(asked)
+    outputs = tuple(Weights(name, Storage.named(name), quality.UNCHANGED) for name in ("w4", "nf4"))
+    odd = replace(asked, config=shape("qwen2.5-0.5b"), share=Share(0, 2, 1), outputs=outputs)
+    answer = search.search(odd)
+    used = {each.weights.label for each in answer.all}
+    assert {"w4", "gptq-w4g64"} <= used, "groups of 128 would be cut, those of 64 are not"
+    assert "nf4" not in used
+    assert any(each.technique == "nf4" and "cannot be cut" in each.reason for each in answer.rejected)
+
+
+def seeing(users: int, seconds: float, **changes: Any) -> Question:
+    """A question whose requests have an image of 256 rows, which takes a tower so long, half to double."""
+    asked = question("kl<=0.1", users)
+    load = ImageLoad(1, Tiles((1, 896, 896), (1, 1), (896, 896)), 256)
+    work = replace(asked.workload, encoding=Encoding(load, seconds, 1.0))
+    return replace(asked, workload=work, images=10**9, tower_size=4 * 10**8, vision=VISION, **changes)
+
+
+VISION = VisionConfig(64, 4, 128, 2, 14, 896, 2048, "pool", 4, 5, bidirectional=True, sections=True)
+
+
+@pytest.mark.parametrize("users", [1, 4])
+def test_images_take_memory_and_time(users: int) -> None:
+    plain, seen = search.search(question("kl<=0.1", users)), search.search(seeing(users, 0.7))
+    without = {(each.name, each.rows): each for each in plain.all}
+    for each in seen.all:
+        other = without[each.name, each.rows].cells
+        assert each.cells["memory"].value == other["memory"].value + 10**9
+        assert each.cells["size"].value == other["size"].value + 4 * 10**8
+        first, before, drafts = each.cells["ttft_p50"], other["ttft_p50"], each.technique is not None
+        assert first.value >= before.value + 0.69
+        assert first.evidence == ("assumed" if drafts else "fitted")
+        assert first.high / first.value > before.high / before.value
+        token, alone = each.cells["tpot_p95"], other["tpot_p95"]
+        assert (token == alone) is (users == 1)
+        assert token.value >= 0.99 * alone.value
+
+
+def test_what_images_do_not_go_with_is_rejected() -> None:
+    answer = search.search(seeing(1, 0.1))
+    found = {each.technique: each.reason for each in answer.rejected}
+    assert {"sparse attention", "KV eviction sink", "KV eviction snapkv", "KV cache in kivi4"} <= set(found)
+    assert all(not each.kv.recent for each in answer.all)
+    rows = {each.technique: each for each in advice.advise(answer.question, answer.nearest.kv)}
+    assert not rows["sparse attention"].pays
+    assert not rows["KV eviction sink"].pays
+
+
+def test_what_does_not_fit_beside_the_tower_is_no_answer() -> None:
+    least = min(each.cells["memory"].value for each in search.search(seeing(1, 0.1)).all)
+    assert any(each.fits for each in search.search(seeing(1, 0.1, memory=round(least))).all)
+    assert not any(each.fits for each in search.search(seeing(1, 0.1, memory=round(least) - 1)).all)
 
 
 @pytest.mark.parametrize("asked", ["memory<=60GB", "kl<=0.0001", "memory<=2.8GB, kl<=0.2", "memory<=2.8GB, kl<=0.05"])

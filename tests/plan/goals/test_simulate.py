@@ -11,6 +11,7 @@ from attar.model.shapes import shape
 from attar.plan.costs import Storage
 from attar.plan.goals.simulate import MOST_REQUESTS, MOST_USERS, Arrival, Capacity, closed, quantiles, traced, unloaded
 from attar.plan.rates.step_time import StepModel
+from attar.protocol.image_limits import TOWER_SHARE
 from tests.pretend_rates import PROFILE
 
 MODEL = StepModel(shape("qwen2.5-0.5b"), Storage.named("w4g128"), SCHEMES["int8"], PROFILE)
@@ -70,3 +71,33 @@ def test_many_users_and_long_traces_take_little_time() -> None:
     assert many.ttft["p95"] > few.ttft["p95"]
     endless = [Arrival(0.0, 10, 4)] * (MOST_REQUESTS * 1000)
     assert traced(MODEL, endless, ROOMY) == traced(MODEL, endless[:MOST_REQUESTS], ROOMY)
+
+
+def test_an_image_comes_before_the_prompt_alone() -> None:
+    alone, seen = unloaded(MODEL, 600, 64, 512), unloaded(MODEL, 600, 64, 512, encoding=0.7)
+    assert seen.ttft["p95"] == pytest.approx(alone.ttft["p95"] + 0.7)
+    assert seen.tpot == alone.tpot
+    found = traced(MODEL, [Arrival(0.0, 600, 64, 0.7)], ROOMY)
+    assert found.ttft["p50"] == pytest.approx(seen.ttft["p50"], rel=1e-9)
+
+
+def test_a_tower_takes_its_share_between_steps() -> None:
+    """A request that decodes gets its tokens as many times slower as the tower's share says, while an image is
+    computed; the image takes as long as its share of steps."""
+    answer, encoding = 400, 0.05
+    plain = traced(MODEL, [Arrival(0.0, 8, answer)], ROOMY)
+    both = traced(MODEL, [Arrival(0.0, 8, answer), Arrival(0.0, 8, 1, encoding)], ROOMY)
+    step = MODEL.decode(1, 8 + answer // 2).total
+    assert answer * step * TOWER_SHARE > encoding, "steps are enough for the image"
+    slower = both.tpot["p99"] - plain.tpot["p99"]
+    assert slower * (answer - 1) == pytest.approx(encoding, rel=0.2)
+    assert both.ttft["p99"] >= encoding * (1 + 1 / TOWER_SHARE)
+
+
+@given(st.integers(2, 30), st.integers(1, 700), st.integers(1, 70), st.floats(0.001, 3.0))
+def test_images_make_nothing_faster(users: int, prompt: int, answer: int, encoding: float) -> None:
+    plain = closed(MODEL, users, prompt, answer, ROOMY)
+    seen = closed(MODEL, users, prompt, answer, ROOMY, encoding)
+    assert seen.ttft["p50"] >= encoding
+    assert seen.tokens_per_second <= 1.01 * plain.tokens_per_second
+    assert seen.tokens_per_second <= 1.01 * answer / encoding, "one tower serves all"

@@ -25,6 +25,7 @@ from attar.formats.codecs.ggml import TYPES
 from attar.images.settings import ImageSettings
 from attar.model.vision import assembly
 from attar.model.vision.config import VisionConfig
+from attar.model.vision.tensors import tensors
 
 DENSE: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F32"}
 KINDS: Mapping[str, str] = {"shuffle": "idefics3", "pool": "gemma3", "mlp": "mlp", "merge": "qwen2vl_merger"}
@@ -179,7 +180,7 @@ def _tensors(config: VisionConfig, source: assembly.Source) -> Iterator[_Stored]
     own = replace(NAMES, up=("ffn_gate", "ffn_up")) if config.gated else NAMES
     prefixes = assembly.prefixes(config, source)
     names = _ours(config)
-    for part, name, shape in assembly.tensors(replace(config, names=own)):
+    for part, name, shape in tensors(replace(config, names=own)):
         there = mmproj.stored_name(config, name)
         if part != "tower":
             yield _Stored(there, prefixes[part] + name, shape)

@@ -1,8 +1,9 @@
 """The headers of a model on the Hub, by ranges of its files: enough to plan with, and no weights are downloaded.
 
-A folder gets config.json and weight files whose headers are real and whose data are holes, which take no disk. A GGUF
-file gets as many first bytes as its header has. Requests are made by `huggingface_hub`: its endpoint (HF_ENDPOINT),
-tokens, client and offline mode (HF_HUB_OFFLINE). Redirects of files to other hosts carry no token, as its client does.
+A folder gets config.json, the settings of images, and weight files whose headers are real and whose data are holes,
+which take no disk. A GGUF file gets as many first bytes as its header has, and so does the mmproj file beside it.
+Requests are made by `huggingface_hub`: its endpoint (HF_ENDPOINT), tokens, client and offline mode (HF_HUB_OFFLINE).
+Redirects of files to other hosts carry no token, as its client does.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import re
 from pathlib import Path
 
 from attar.checkpoints.folder import CONFIG, INDEX, json_object, refuse_vila
+from attar.checkpoints.gguf import mmproj
 from attar.checkpoints.safetensors import parse_header
 from attar.checkpoints.sources import hub
 from attar.checkpoints.sources.hub import HubName
 from attar.checkpoints.strict_io import CheckpointError
+from attar.images.settings import PREPROCESSOR, PROCESSOR
 
 MOST_SAFETENSORS, MOST_GGUF = 2_000_000, 32_000_000  # bytes that are fetched, config and listing included
 FIRST_GGUF = 1_000_000  # bytes of a GGUF file that are fetched first, and doubled until its header is whole
@@ -106,8 +109,9 @@ def _fetch(name: HubName, folder: Path) -> Path:
     weights = [each for each in weights if not each.startswith("consolidated")]
     if not weights:
         if CONFIG in remote.files:
-            refuse_vila(Path(str(name)), json_object(_config(remote), Path(CONFIG), lenient=True))
+            refuse_vila(Path(str(name)), json_object(_whole(remote, CONFIG), Path(CONFIG), lenient=True))
         ggufs = [each for each in remote.files if each.lower().endswith(".gguf")]
+        ggufs = [each for each in ggufs if not Path(each).name.startswith(mmproj.PREFIX)]
         if len(ggufs) != 1:
             offered = f": name one of its GGUF files, as {name.repo}/{sorted(ggufs)[0]}" if ggufs else ""
             raise CheckpointError("checkpoint_incomplete", f"{name} has no safetensors weights on the Hub{offered}")
@@ -117,14 +121,17 @@ def _fetch(name: HubName, folder: Path) -> Path:
         raise CheckpointError("checkpoint_too_large", f"{name} has {len(weights)} weight files; {MOST_FILES} are read")
     if CONFIG not in remote.files:
         raise CheckpointError("checkpoint_incomplete", f"{name} has no {CONFIG} on the Hub")
-    (folder / CONFIG).write_bytes(_config(remote))
+    (folder / CONFIG).write_bytes(_whole(remote, CONFIG))
+    for file in (PREPROCESSOR, PROCESSOR):
+        if file in remote.files:
+            (folder / file).write_bytes(_whole(remote, file))
     _safetensors(remote, weights, folder)
     return folder
 
 
-def _config(remote: _Remote) -> bytes:
-    _, size = remote.read(CONFIG, 0, 1)
-    return remote.read(CONFIG, 0, size)[0]
+def _whole(remote: _Remote, file: str) -> bytes:
+    _, size = remote.read(file, 0, 1)
+    return remote.read(file, 0, size)[0]
 
 
 def _safetensors(remote: _Remote, files: list[str], folder: Path) -> None:
@@ -147,8 +154,6 @@ def _safetensors(remote: _Remote, files: list[str], folder: Path) -> None:
 
 def _gguf(remote: _Remote, file: str, folder: Path) -> Path:
     """Write first bytes of a GGUF file, as many as its header has, and those of its mmproj file."""
-    from attar.checkpoints.gguf import mmproj
-
     if file not in remote.files:
         raise CheckpointError("file_not_found", f"{remote.name} has no file {file} on the Hub")
     if (tower := mmproj.path_of(Path(file)).as_posix()) in remote.files:

@@ -30,6 +30,8 @@ from attar.model.families import read_config as read_model
 from attar.model.vision import assembly
 from attar.model.vision.config import VisionConfig, read_vision
 from attar.model.vision.model import VisionModel
+from attar.model.vision.tensors import tensors
+from attar.plan.vision import TowerWeights
 
 PREPROCESSOR = "preprocessor_config.json"
 WEIGHT = ".weight"
@@ -141,6 +143,18 @@ class StoredTower(NamedTuple):
     config: VisionConfig
     files: VisionFiles | MmprojFiles
     where: Path
+
+    def weights(self, dtype: str) -> TowerWeights:
+        """Return what a plan needs of the weights. Tensors that the files lack count as stored in `dtype`. Raises
+        CheckpointError as loading does."""
+        at, found = assembly.prefixes(self.config, self.files), dict[tuple[str, str], str | Scheme]()
+        for part, name, _ in tensors(self.config):
+            stored = at[part] + name
+            if self.files.has(stored):
+                kind, _ = self.files.shape(stored)
+                scheme = self.files.scheme_of(stored.removesuffix(WEIGHT)) if kind == assembly.PACKED else None
+                found[part, name] = kind if scheme is None else scheme
+        return TowerWeights(self.config, dtype, found)
 
 
 def tower_at(path: Path, whole: bool = True) -> StoredTower | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from attar.plan.goals.search import Answer, Question, Workload
     from attar.plan.goals.simulate import Arrival
     from attar.plan.gpus import GpuSpec
+    from attar.plan.vision import ImageLoad
     from attar.progress import Progress
     from attar.protocol.settings import Settings
 
@@ -49,6 +50,8 @@ class GoalOptions:
     samples: int = 128
     quiet: bool = False
     acceptance: float | None = None
+    images: int | None = None
+    image_size: tuple[int, int] = (0, 0)
 
 
 def plan_by_goal(config: GoalOptions) -> None:
@@ -94,6 +97,8 @@ def check_experiments(config: GoalOptions) -> None:
         raise UserError("option_conflict", message)
     if config.shape is not None:
         raise UserError("option_conflict", "a --shape has no weights to compress or to measure: name a model")
+    if config.measure is not None and config.images is not None:
+        raise UserError("option_conflict", "load tests of --measure send text alone: leave out --images")
     if config.measure is not None and config.text is None:
         raise UserError("option_missing", "--measure needs held-out text to measure divergences on: --text FILE")
     for path in (config.text, None if config.calib in (None, "self") else Path(config.calib)):
@@ -141,39 +146,58 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
     from attar import machine
     from attar.engine import deployment
     from attar.evaluation.planning import questions
+    from attar.model.split import Share
+    from attar.plan.fit import size
     from attar.plan.goals import candidates
     from attar.plan.goals.history import History
+    from attar.plan.goals.parse import shown
     from attar.plan.goals.search import Question, require_users
     from attar.plan.rates import store
     from attar.plan.rates.step_time import of_gpu
     from attar.plan.steps import StepLimits
+    from attar.plan.vision import TILES, encoding
 
     require_users(config.users)
     subject = config.shape or questions.subject(config.name)
     candidates.check_size(subject.config)
-    work, notes = workload(config, subject)
+    load = None
+    if config.images is not None:
+        load = deployment.image_load(
+            config.settings, subject, config.images, config.image_size, gpu=config.gpu is not None
+        )
+    work, notes = workload(config, subject, load)
     settings = deployment.for_users(config.settings, work.users)
     limits = StepLimits.of(settings.limits(), settings.threads or machine.cores())
-    gpu, memory = config.gpu, settings.memory
+    gpu, memory, images = config.gpu, settings.memory, 0
+    share = Share(0, settings.tp, settings.pp)
     outputs = questions.outputs(config.outputs, subject.config)
     if gpu is not None:
         profile = of_gpu(gpu)
         memory = memory or int(gpu.memory * machine.SHARE)
         said = "data sheet" if gpu.verified else "figures, which are unverified"
         notes.append(f"{gpu.name}: times are limits of its {said}; memory {memory / 1e9:.3g} GB")
+        if share.count > 1:
+            notes.append(f"memory is of each of {share.count} GPUs, and what they send each other takes no time here")
     else:
-        storages = _storages(subject, [each.storage for each in outputs])
-        known = questions.rates(config.rates, questions.curve_names(subject.config, storages), tell)
+        storages, tower = _storages(subject, [each.storage for each in outputs]), subject.tower
+        tiles = load is not None and tower is not None and tower.on_tiles(True)
+        known = questions.rates(config.rates, questions.curve_names(subject.config, storages), tell, tiles)
         profile = known.profile
+        if load is not None and tower is not None:
+            seen = encoding(tower, load, profile, profile.isa == TILES)
+            work = replace(work, encoding=seen)
+            low, high = (shown("ttft", each) for each in seen.range)
+            took = f"{shown('ttft', seen.seconds)} ({seen.evidence}, {low} to {high})"
+            notes.append(f"{load}; the vision tower takes {took}")
         memory, source = questions.memory(memory, known.here)
         notes += known.notes
         notes.append(
             f"rates of {profile.measured}: {profile.bandwidth.value / 1e9:.1f} GB/s ± {profile.bandwidth.spread:.0%}, "
             f"{profile.isa}, {_threads(profile.key.threads)}"
         )
-        images = deployment.image_bytes(settings, subject)
-        if images and memory is not None:
-            memory, source = deployment.without_images(memory, images, source)
+        images = deployment.image_bytes(settings, subject, profile.isa == TILES)
+        if images:
+            notes.append(f"memory holds {size(images)} of vision tower, projector and features of images")
         notes.append(f"memory {source if memory is None else f'{memory / 1e9:.3g} GB, {source}'}")
         if limits.threads > profile.key.threads:
             notes.append(f"rates are of {_threads(profile.key.threads)}, memory is planned for {limits.threads}")
@@ -186,7 +210,8 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
     made = Question(
         subject.config, subject.storage, tuple(goals), work, profile, memory, limits, gpu, kv=settings.kv, rows=rows,
         outputs=outputs, calib=config.calib or "self", factors={} if gpu is not None else past.factors(),
-        acceptance=config.acceptance,
+        acceptance=config.acceptance, images=images, tower_size=0 if subject.tower is None else subject.tower.size,
+        share=share, vision=None if load is None or subject.tower is None else subject.tower.config,
     )  # fmt: skip
     return made, notes
 
@@ -202,8 +227,9 @@ def _storages(subject: Subject, more: Sequence[Storage]) -> list[Storage]:
     return [*(each.storage for each in found), *more]
 
 
-def workload(config: GoalOptions, subject: Subject) -> tuple[Workload, list[str]]:
-    """Return the workload of the options, and what it means. Raises UserError for a prompt that leaves no answer."""
+def workload(config: GoalOptions, subject: Subject, load: ImageLoad | None = None) -> tuple[Workload, list[str]]:
+    """Return the workload of the options, and what it means; rows of images are part of its prompts. Raises UserError
+    for a prompt that leaves no answer."""
     from attar.plan.goals.search import Workload
 
     if config.trace is not None:
@@ -212,7 +238,8 @@ def workload(config: GoalOptions, subject: Subject) -> tuple[Workload, list[str]
         users = config.users if config.users > 1 else min(TOGETHER, len(arrivals))
         said = f"the first {len(arrivals)} requests of {config.trace} at their own times, of up to {longest:,} tokens"
         return Workload(users, 1, 1, arrivals), [f"{said}; the cache holds {users} of the longest"]
-    context = config.context or min(DEFAULT_CONTEXT, subject.config.context)
+    rows = 0 if load is None else load.tokens
+    context = config.context or min(DEFAULT_CONTEXT, max(2, subject.config.context - rows))
     if context < 2:
         raise UserError("option_out_of_range", "a plan by goals needs a --context of 2 tokens: a prompt and an answer")
     prompt = config.prompt if config.prompt is not None else max(1, context * 3 // 4)
@@ -222,7 +249,8 @@ def workload(config: GoalOptions, subject: Subject) -> tuple[Workload, list[str]
         )
     each = f"{config.users} users, all at the full context" if config.users > 1 else "one user"
     said = f"{each}: prompts of {prompt:,} tokens and answers of {context - prompt:,}"
-    return Workload(config.users, prompt, context - prompt), [said]
+    said += f", and {rows:,} rows of images" * bool(rows)
+    return Workload(config.users, rows + prompt, context - prompt), [said]
 
 
 def _trace(path: Path) -> tuple[Arrival, ...]:

@@ -23,6 +23,7 @@ from attar.errors import UserError
 from attar.formats.scheme import Part, Scheme, scale_dtype
 from attar.model.vision import assembly
 from attar.model.vision.config import VisionConfig
+from attar.model.vision.tensors import linears
 from attar.model.vision.wrappers import OUTSIDE
 
 
@@ -83,7 +84,7 @@ def quantized(checkpoint: Checkpoint, recipe: Recipe, name: str) -> QuantizedTow
     config = replace(config, layers=_stored_layers(config, checkpoint))
     prefixes = assembly.prefixes(config, VisionFiles(folder))
     form, schemes, targets = Scheme.parse(name), dict[str, Scheme](), dict[str, None]()
-    for part, linear, _ in assembly.linears(config):
+    for part, linear, _ in linears(config):
         module = prefixes[part] + linear
         schemes[module] = form.with_scale_dtype(scale_dtype(folder.info(f"{module}.weight").dtype))
         targets |= dict.fromkeys(_targets(config, prefixes, architecture, part, linear))

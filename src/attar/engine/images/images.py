@@ -25,7 +25,7 @@ from torch import Tensor
 
 from attar.engine.images.store import FeatureStore
 from attar.engine.images.tower import Encoding, VisionTower
-from attar.protocol.image_limits import MAX_ROWS
+from attar.protocol.image_limits import MAX_ROWS, TOWER_SHARE
 from attar.protocol.images import ImageInput, check_images
 from attar.protocol.messages import Submit
 from attar.scheduling.admission import Refused
@@ -40,7 +40,6 @@ from attar.scheduling.image_ids import (
 from attar.scheduling.sequence import Sequence as Tokens
 
 MAX_TILES = 256 << 20  # bytes of the tiles of all open requests
-SHARE = 0.4  # of a step's time, for the tower before the next one
 ALONE_SECONDS = 0.05  # for the tower at a time, where no step waits: commands are read in between
 
 logger = logging.getLogger(__name__)
@@ -194,7 +193,7 @@ class Images:
         """Have the tower work before the next step; return the id of the sequence for which it raised."""
         self._hold(running)
         waits = any(sequence.pending and not sequence.gated for sequence in running)
-        seconds = SHARE * median(self._steps) if waits and self._steps else ALONE_SECONDS
+        seconds = TOWER_SHARE * median(self._steps) if waits and self._steps else ALONE_SECONDS
         if self._encoding is None and not self._begin(running):
             return None
         encoding = self._encoding

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import NamedTuple
 
 from attar.checkpoints.sources.vision import tower_at
 from attar.errors import UserError
-from attar.formats.scheme import ITEM_BITS
 from attar.kv import schemes
 from attar.kv.schemes import KvScheme
-from attar.model.vision.assembly import linears, prefixes, tensors
 from attar.model.vision.config import VisionConfig
+from attar.plan.vision import TowerWeights
 from attar.protocol.settings import Settings
 from attar.protocol.speculation import DRAFTERS
 from attar.sampling.drafters.drafter import Drafter
@@ -49,11 +47,10 @@ def against_images(config: VisionConfig, device: str, processes: int, draft: str
     return None
 
 
-def tower_of(path: Path, whole: bool = True) -> tuple[VisionConfig | None, str]:
-    """Return the vision tower that a checkpoint has, None without one, and why one that there is cannot be used.
-    Without `whole`, GGUF files may end behind their headers."""
+def tower_of(path: Path) -> tuple[VisionConfig | None, str]:
+    """Return the vision tower that a checkpoint has, None without one, and why one that there is cannot be used."""
     try:
-        tower = tower_at(path, whole)
+        tower = tower_at(path)
         return None if tower is None else tower.config, ""
     except UserError as error:
         return None, str(error)
@@ -73,21 +70,15 @@ def no_images(settings: Settings, config: VisionConfig) -> str | None:
     return against_images(config, settings.device, settings.tp * settings.pp, settings.draft, other)
 
 
-def tower_bytes(config: VisionConfig, dtype: str, path: Path | None = None, whole: bool = True) -> int:
-    """Return the bytes of the weights of a tower and its projector: of linears that the model at `path` holds quantized
-    as they are stored, of all others in `dtype`. `whole` is as in `tower_of`. Raises CheckpointError as loading
-    does."""
-    total = sum(math.prod(shape) for _, _, shape in tensors(config)) * ITEM_BITS[dtype] // 8
-    if path is None:
-        return total
-    tower = tower_at(path, whole)
-    assert tower is not None, f"{path} has no tower"
-    files = tower.files
-    at = prefixes(config, files)
-    for part, name, shape in linears(config):
-        if (scheme := files.scheme_of(at[part] + name)) is not None:
-            total += scheme.bytes(shape) - math.prod(shape) * ITEM_BITS[dtype] // 8
-    return total
+def tower_weights(path: Path, dtype: str, whole: bool = True) -> TowerWeights | None:
+    """Return the weights of the vision tower that a checkpoint has, for plans, from headers alone; None without one, or
+    with one that cannot be used. `dtype` is that of tensors which the files lack. Without `whole`, headers of GGUF
+    files may be all there is. Raises CheckpointError as loading does."""
+    try:
+        tower = tower_at(path, whole)
+    except UserError:
+        return None
+    return None if tower is None else tower.weights(dtype)
 
 
 def check_drafter(drafter: Drafter | None) -> None:

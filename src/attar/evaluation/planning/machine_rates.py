@@ -22,7 +22,7 @@ import torch
 from attar.errors import UserError
 from attar.evaluation.decode_speed import RandomWeights
 from attar.execution.recorded_step import Decoding
-from attar.kernels import dispatch, ops
+from attar.kernels import dispatch, ops, tiles
 from attar.kernels.dispatch import BackendWeights
 from attar.kernels.native import extension, limits
 from attar.kernels.operands import AttentionForm, Linear, Prepared
@@ -32,6 +32,7 @@ from attar.model.cache import KVCache
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.families import read_config
+from attar.model.vision.tower import TILE
 from attar.plan.rates import store
 from attar.plan.rates.profile import (
     DENSE,
@@ -101,7 +102,7 @@ def measure(schemes: Iterable[str] = (), tell: Told = lambda _: None, usual: boo
         rate([each.read_gb_s * 1e9 for each in found]), rate([each.int8_gops * 1e9 for each in found]),
         None if found[0].tile_gops is None else rate([1e9 * (each.tile_gops or 0.0) for each in found]),
         Rate(max(2.0 * n / s for n, s in zip(dense.rows, dense.seconds, strict=True)), dense.spread),
-        products, attention, NO_OVERHEADS,
+        products, attention, NO_OVERHEADS, bf16_tiles=bf16_tiles(),
     )  # fmt: skip
     tell("what a step takes beside products and attention")
     made = replace(made, overheads=overheads())
@@ -112,6 +113,31 @@ def extended(profile: MachineProfile, schemes: Iterable[str]) -> MachineProfile:
     """Return a profile with the curves of further schemes, measured now."""
     more = {name: product_curve(name, SCHEME_SECONDS) for name in schemes if name not in profile.products}
     return replace(profile, products={**profile.products, **more})
+
+
+def with_tiles(profile: MachineProfile) -> MachineProfile:
+    """Return a profile with the rate of products in bfloat16, measured now where it has none."""
+    return profile if profile.bf16_tiles is not None else replace(profile, bf16_tiles=bf16_tiles())
+
+
+@torch.inference_mode()
+def bf16_tiles() -> Rate | None:
+    """Measure products in bfloat16 as vision towers compute them: `TILE` rows with the weights of a block. None where
+    the processor has no tiles for them."""
+    if not tiles.faster():
+        return None
+    hidden, width = WIDE.hidden, WIDE.intermediate
+    shapes = ((3 * hidden, hidden), (hidden, hidden), (width, hidden), (hidden, width))
+    weights = [torch.randn(shape).bfloat16() for shape in shapes]
+    rows = {columns: torch.randn(TILE, columns).bfloat16() for columns in (hidden, width)}
+    operations = 2.0 * TILE * sum(weight.numel() for weight in weights)
+
+    def block() -> None:
+        for weight in weights:
+            torch.nn.functional.linear(rows[weight.shape[1]], weight)
+
+    block()
+    return rate([operations / _timed(block) for _ in range(MOST_ROUNDS)])
 
 
 def rate(values: Sequence[float]) -> Rate:
@@ -295,6 +321,8 @@ def to_text(profile: MachineProfile) -> str:
         f"{'bandwidth':<12}{shown(profile.bandwidth, 'GB/s')}",
         f"{'operations':<12}int8 {shown(profile.int8, 'GOP/s')}{tile}, bf16 {shown(profile.bf16, 'GOP/s')}",
     ]
+    if profile.bf16_tiles is not None:
+        lines.append(f"{'bf16 tiles':<12}{shown(profile.bf16_tiles, 'GOP/s')}, of {TILE} rows")
     for name, curve in profile.products.items():
         first = curve.seconds[0]
         costs_of = ", ".join(f"{n}: {s / first:.2f}" for n, s in zip(curve.rows, curve.seconds, strict=True))

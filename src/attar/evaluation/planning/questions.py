@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 
 from attar import machine, strict_json
 from attar.checkpoints.strict_io import CheckpointError
+from attar.engine.deployment import subject_at
 from attar.errors import UserError
 from attar.formats.scheme import ITEM_BITS
+from attar.images.settings import ImageSettings, read_settings
 from attar.model.config import ModelConfig
 from attar.model.families import read_config
 from attar.model.vision.config import read_vision
@@ -30,6 +32,7 @@ from attar.plan.rates import profile as profiles
 from attar.plan.rates import store
 from attar.plan.rates.profile import MachineProfile
 from attar.plan.rates.step_time import curve_name
+from attar.plan.vision import TILES, TowerWeights
 
 if TYPE_CHECKING:
     from attar.checkpoints.sources.hub import HubName
@@ -55,11 +58,11 @@ def subject(name: str) -> Subject:
         return _remote(name, remote)
     found = hub.resolve(name)
     try:
-        return _stored(name, found)
+        return subject_at(name, found)
     except UserError as error:
         if error.code != "checkpoint_incomplete" or found.suffix.lower() != ".gguf":
             raise
-        return _stored(name, found, whole=False)
+        return subject_at(name, found, whole=False)
 
 
 def _remote(name: str, remote: HubName) -> Subject:
@@ -67,18 +70,9 @@ def _remote(name: str, remote: HubName) -> Subject:
     from attar.checkpoints.sources import hub, hub_headers
 
     with contextlib.suppress(CheckpointError):
-        return _stored(name, hub.resolve(name, offline=True))
+        return subject_at(name, hub.resolve(name, offline=True))
     with tempfile.TemporaryDirectory(prefix="attar-plan-") as place:
-        return _stored(name, hub_headers.fetch(remote, Path(place)), whole=False)
-
-
-def _stored(name: str, path: Path, whole: bool = True) -> Subject:
-    from attar.checkpoints.sources.opening import stored
-    from attar.engine.images.limits import tower_bytes, tower_of
-
-    (config, storage), vision = stored(path, whole), tower_of(path, whole)[0]
-    tower = 0 if vision is None else tower_bytes(vision, storage.dtype, path, whole)
-    return Subject(name, config, storage, vision, tower)
+        return subject_at(name, hub_headers.fetch(remote, Path(place)), whole=False)
 
 
 def _bare(name: str, path: Path) -> Subject:
@@ -98,14 +92,21 @@ def _bare(name: str, path: Path) -> Subject:
     config = read_config(value)
     candidates.check_size(config)
     dtype = config.dtype if config.dtype in ITEM_BITS and config.dtype != "float32" else "bfloat16"
-    vision, tower = None, 0
+    vision, images = None, None
     with contextlib.suppress(UserError):  # of a tower that is not read; such a model is served as a language model
         vision = read_vision(value, config.hidden)
-    if vision is not None:
-        from attar.engine.images.limits import tower_bytes
+    if vision is None:
+        return Subject(name, config, Storage(dtype=dtype))
+    if path.name == CONFIG:  # what lies beside it is of the same model
+        images = _images(path.parent)
+    return Subject(name, config, Storage(dtype=dtype), TowerWeights(vision, dtype, {}), images)
 
-        tower = tower_bytes(vision, dtype)
-    return Subject(name, config, Storage(dtype=dtype), vision, tower)
+
+def _images(folder: Path) -> ImageSettings | str | None:
+    try:
+        return read_settings(folder)
+    except UserError as error:
+        return str(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +118,9 @@ class Known:
     notes: tuple[str, ...]
 
 
-def rates(file: Path | None, schemes: Iterable[str], tell: Told) -> Known:
-    """Return the rates in `file`, or those kept for this machine, or measured now and kept.
+def rates(file: Path | None, schemes: Iterable[str], tell: Told, tiles: bool = False) -> Known:
+    """Return the rates in `file`, or those kept for this machine, or measured now and kept; with `tiles` also that of
+    products in bfloat16, where the processor has tiles for them.
 
     `schemes` are names of curves: missing ones are measured, 3 s each, unless a file was given. Raises UserError where
     there are no kernels to measure.
@@ -134,7 +136,8 @@ def rates(file: Path | None, schemes: Iterable[str], tell: Told) -> Known:
     if kept.problem is not None:
         tell(kept.problem)
     missing = [name for name in dict.fromkeys(schemes) if known is None or name not in known.products]
-    if known is not None and not missing:
+    lacks_tiles = tiles and known is not None and known.isa == TILES and known.bf16_tiles is None
+    if known is not None and not missing and not lacks_tiles:
         return Known(known, True, ())
     from attar.evaluation.planning import machine_rates
 
@@ -146,6 +149,8 @@ def rates(file: Path | None, schemes: Iterable[str], tell: Told) -> Known:
     if left:
         tell(f"measuring products with {', '.join(left)} weights, 3 s each")
     found = machine_rates.extended(known, left)
+    if lacks_tiles:
+        found = machine_rates.with_tiles(found)
     before = kept.problem
     if not kept.keep(found) and kept.problem is not None and before is None:
         tell(kept.problem)

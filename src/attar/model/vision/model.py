@@ -11,12 +11,12 @@ from torch import Tensor
 
 from attar.errors import UserError
 from attar.formats.packed import PackedTensor
-from attar.images.geometry import unpadded_rows
 from attar.kernels.operands import Linear, Norm
 from attar.model.vision.config import VisionConfig
 from attar.model.vision.patches import Patches
 from attar.model.vision.positions import axial_angles, mrope, windows
 from attar.model.vision.projector import Projector, joined
+from attar.model.vision.tiles import Tiles, rows_of
 from attar.model.vision.tower import Segments, Tower
 
 Work = Generator[None, None, Tensor]
@@ -108,32 +108,10 @@ class VisionModel:
 
     def count(self, image: Image) -> int:
         """Return the rows of an image, by its sizes. Raises ValueError where the tower does not take these sizes."""
-        config, (tiles, height, width) = self.config, image.shape
+        tiles, height, width = image.shape
         if len(image.tiles) != 3 * tiles * height * width or min(image.shape) < 1:
             raise UserError("image_invalid", f"{len(image.tiles)} bytes are no {tiles} tiles of {height} x {width}")
-        if not config.image_size:
-            unit = config.unit
-            if (
-                tiles != 1
-                or height % unit
-                or width % unit
-                or image.grid != (height // config.patch, width // config.patch)
-            ):
-                raise UserError(
-                    "image_invalid", f"{tiles} tiles of {height} x {width}: needed is one, of multiples of {unit}"
-                )
-            return (height // unit) * (width // unit)
-        if (height, width) != (config.image_size, config.image_size):
-            said = f"tiles of {height} x {width} pixels: the tower takes {config.image_size} x {config.image_size}"
-            raise UserError("image_invalid", said)
-        side = config.rows_side
-        if not config.newline:
-            return tiles * side * side
-        if tiles == 1:
-            return side * side + 1
-        if tiles != 1 + image.grid[0] * image.grid[1] or min(image.size) < 1:
-            raise UserError("image_invalid", f"{tiles} tiles are no grid of {image.grid[0]} x {image.grid[1]} and one")
-        return side * side + unpadded_rows(side, image.grid, image.size)
+        return rows_of(self.config, Tiles(image.shape, image.grid, image.size))
 
     def encode(self, image: Image) -> Tensor:
         """Return the rows of an image, [rows, hidden] in the model's dtype. Raises ValueError as `count`."""

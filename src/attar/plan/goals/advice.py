@@ -15,6 +15,7 @@ from attar.formats.scheme import Scheme
 from attar.kv.schemes import SCHEMES, KvScheme
 from attar.plan import costs
 from attar.plan.costs import Storage
+from attar.plan.fit import shared
 from attar.plan.goals import quality
 from attar.plan.goals.candidates import GROUPS, compressed
 from attar.plan.goals.parse import shown
@@ -76,7 +77,7 @@ def advise(question: Question, kv: KvScheme) -> list[Advice]:
 
 def _step(q: Question, storage: Storage, kv: KvScheme) -> tuple[float, float]:
     """Return the seconds of a decode step of all users, and the share of attention."""
-    found = StepModel(q.config, storage, kv, q.profile).decode(_together(q), q.workload.context)
+    found = q.steps(storage, kv).decode(_together(q), q.workload.context)
     return found.total, found.attention / found.total
 
 
@@ -94,6 +95,7 @@ def _named(q: Question, name: str) -> Storage | None:
         found = Storage.named(name.format(g=group), q.storage.head, q.storage.dtype)
         try:
             costs.weight_bytes(q.config, found)
+            shared(q.config, found, q.share)
         except ValueError:
             continue
         return found
@@ -157,7 +159,7 @@ def _cache_bytes(q: Question, kv: KvScheme) -> int:
 
 
 def _drafts(q: Question, kv: KvScheme) -> Iterator[Advice]:
-    model = StepModel(q.config, q.storage, kv, q.profile)
+    model = q.steps(q.storage, kv)
     users, context = _together(q), q.workload.context
     relative = dict(model.relative(range(2, MOST_DRAFTS + 2), users, context))
     found = break_even(relative)
@@ -206,11 +208,11 @@ def _sparsity(q: Question, kv: KvScheme) -> Iterator[Advice]:
 def _attention(q: Question, kv: KvScheme) -> Iterator[Advice]:
     """Yield the rows of sparse attention and KV eviction, on a bfloat16 cache, each of the strongest setting."""
     work, wide = q.workload, SCHEMES["bfloat16"]
-    found, out = techniques(q.config, q.gpu, work.longest_prompt, work.context, None)
+    found, out = techniques(q.config, q.gpu, work.longest_prompt, work.context, None, q.vision)
     yield from (Advice(each.technique, False, each.reason) for each in out)
     strongest = {each.words[0]: each for each in found if not each.drafts}
     for each in strongest.values():
-        model = StepModel(q.config, q.storage, wide, q.profile)
+        model = q.steps(q.storage, wide)
         now = model.decode(_together(q), work.context)
         then = changed(model, each, work.longest_prompt).decode(_together(q), work.context).total
         name = "sparse attention" if each.sparse is not None else "KV eviction"

@@ -13,8 +13,11 @@ from attar.errors import UserError
 from attar.formats.scheme import ITEM_BITS
 from attar.kv.schemes import SCHEMES, KvScheme
 from attar.model.config import ModelConfig
+from attar.model.split import Share
+from attar.model.vision.config import VisionConfig
 from attar.plan import costs, gpus
 from attar.plan.costs import Storage
+from attar.plan.fit import WHOLE, shared
 from attar.plan.goals import quality
 from attar.plan.goals.quality import UNCHANGED, Quality
 from attar.plan.gpus import GpuSpec
@@ -82,18 +85,19 @@ def compressed(config: ModelConfig, storage: Storage) -> bool:
 
 
 def weights(
-    config: ModelConfig, storage: Storage, gpu: GpuSpec | None, outputs: Sequence[Weights] = ()
+    config: ModelConfig, storage: Storage, gpu: GpuSpec | None, outputs: Sequence[Weights] = (), share: Share = WHOLE
 ) -> tuple[list[Weights], list[Rejected]]:
-    """Return the weights to compare, as stored first, and those that cannot be."""
+    """Return the weights to compare, as stored first, and those that cannot be, also because the processes of `share`
+    cannot share them. Raises UserError where these cannot share the stored ones."""
     stored = Weights(storage.label, storage, UNCHANGED)
-    found, out = [stored, *outputs], list[Rejected]()
+    found, out = _divisible(config, [stored, *outputs], share)
     if compressed(config, storage):
         out.append(
             Rejected("other weights", f"{storage.label} weights are quantized already: a recipe needs dense ones")
         )
         return found, out
     for recipe in RECIPES:
-        made = _made(recipe, config, storage)
+        made = _made(recipe, config, storage, share)
         if made is None:
             out.append(
                 Rejected(recipe.name(GROUPS[0]), f"no group of {', '.join(map(str, GROUPS))} divides all columns")
@@ -105,12 +109,28 @@ def weights(
     return found, out
 
 
-def _made(recipe: Recipe, config: ModelConfig, storage: Storage) -> Weights | None:
+def _divisible(config: ModelConfig, found: Sequence[Weights], share: Share) -> tuple[list[Weights], list[Rejected]]:
+    """Return the weights that several processes can share, and the others. The first must be among them."""
+    kept, out = list[Weights](), list[Rejected]()
+    for each in found:
+        try:
+            shared(config, each.storage, share)
+        except UserError as error:
+            if each is found[0]:
+                raise
+            out.append(Rejected(each.label, str(error)))
+        else:
+            kept.append(each)
+    return kept, out
+
+
+def _made(recipe: Recipe, config: ModelConfig, storage: Storage, share: Share) -> Weights | None:
     for group in GROUPS:
         name = recipe.name(group)
         found = Storage.named(recipe.scheme.format(g=group), storage.head, storage.dtype)
         try:
             costs.weight_bytes(config, found)
+            shared(config, found, share)
         except ValueError:
             continue
         return Weights(name, found, recipe.quality, recipe=name)
@@ -124,8 +144,11 @@ def _without_kernel(config: ModelConfig, storage: Storage, gpu: GpuSpec | None) 
     return sum(count for each, count in found if costs.against(storage.of(each)) is not None)
 
 
-def kv(config: ModelConfig, gpu: GpuSpec | None, only: str | None) -> tuple[list[KvScheme], list[Rejected]]:
-    """Return the KV formats to compare, and those that the model's heads or the device do not take."""
+def kv(
+    config: ModelConfig, gpu: GpuSpec | None, only: str | None, vision: VisionConfig | None = None
+) -> tuple[list[KvScheme], list[Rejected]]:
+    """Return the KV formats to compare, and those that the model's heads, the device, or images of a `vision` tower do
+    not take."""
     names = (only,) if only is not None else CPU_KV if gpu is None else GPU_KV
     found, out = [], []
     for name in names:
@@ -136,7 +159,10 @@ def kv(config: ModelConfig, gpu: GpuSpec | None, only: str | None) -> tuple[list
         except ValueError as error:
             out.append(Rejected(f"KV cache in {name}", str(error)))
         else:
-            found.append(SCHEMES[name])
+            if vision is not None and vision.bidirectional and SCHEMES[name].recent:
+                out.append(Rejected(f"KV cache in {name}", "rows of one image see each other"))
+            else:
+                found.append(SCHEMES[name])
     if not found:
         raise UserError("kv_unsupported", out[0].reason)
     return found, out

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 
 from attar.errors import UserError
 from attar.plan.goals.candidates import Weights
+from attar.plan.goals.cells import Cell
 from attar.plan.goals.quality import Quality
-from attar.plan.goals.search import Answer, Cell, Configuration, judged
+from attar.plan.goals.search import Answer, Configuration, judged
 
 FIRST, SECOND, ROUNDS = 8, 3, 2  # configurations of both rungs, and load tests of each in the second
 SAME_WEIGHTS = 3  # configurations of one choice of weights in the first rung

@@ -18,7 +18,8 @@ from typing import Final, Literal
 import msgspec
 
 from attar.errors import UserError
-from attar.plan.goals.search import Cell, Configuration, Workload
+from attar.plan.goals.cells import Cell
+from attar.plan.goals.search import Configuration, Workload
 from attar.plan.rates import private
 from attar.plan.rates.profile import MachineKey
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from attar.plan.goals.cells import Cell
 from attar.plan.goals.halving import Outcome
-from attar.plan.goals.search import Answer, Cell, Configuration
+from attar.plan.goals.search import Answer, Configuration
 
 
 def recorded(answer: Answer, outcome: Outcome | None) -> dict[str, Any]:

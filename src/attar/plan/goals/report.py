@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from attar.plan.goals.advice import Advice
+from attar.plan.goals.cells import Cell
 from attar.plan.goals.parse import Goal, shown
-from attar.plan.goals.search import Answer, Cell, Configuration, Question
+from attar.plan.goals.search import Answer, Configuration, Question
 from attar.plan.rates.step_time import Evidence
 
 MARKS: dict[Evidence, str] = {
@@ -82,6 +83,8 @@ def settings(of: Configuration, question: Question) -> list[str]:
     words += [] if of.rows == 512 else ["--scheduler", f"max-step-tokens={of.rows}"]
     if any(goal.name == "memory" for goal in question.goals):
         words += ["--memory", f"{math.ceil(of.cells['memory'].value / 1e6)}MB"]
+    for name, count in (("--tp", question.share.tp), ("--pp", question.share.pp)):
+        words += [name, f"{count}"] if count > 1 else []
     return words if question.gpu is None else [*words, "--device", "cuda"]
 
 
@@ -169,7 +172,9 @@ def to_dict(answer: Answer, model: str, advice: Sequence[Advice], notes: Sequenc
         "model": model, "met": answer.met, "answer": sentence(answer),
         "goals": [{"name": goal.label, "bound": goal.bound, "limit": goal.limit} for goal in answer.question.goals],
         "open": [goal.label for goal in open_goals(answer)],
+        "tp": answer.question.share.tp, "pp": answer.question.share.pp,
         "users": work.users, "prompt": work.prompt, "answer_tokens": work.answer, "context": work.context,
+        "images": None if work.encoding is None else work.encoding.to_dict(),
         "traced": len(work.trace), "chosen" if answer.met else "nearest": _row(answer.nearest),
         "pareto": [_row(each) for each in answer.front], "considered": len(answer.all),
         "rejected": [{"technique": each.technique, "reason": each.reason} for each in answer.rejected],

@@ -15,19 +15,22 @@ from dataclasses import dataclass, field, replace
 from attar.errors import UserError
 from attar.kv.schemes import KvScheme
 from attar.model.config import ModelConfig
+from attar.model.split import Share
+from attar.model.vision.config import VisionConfig
 from attar.plan import fit as planning
 from attar.plan.costs import BLOCK, Storage
 from attar.plan.fit import CacheLimits, Deployment, Fit
 from attar.plan.goals import candidates, quality, simulate, techniques
 from attar.plan.goals.candidates import Rejected, Weights
+from attar.plan.goals.cells import Cell, TowerError, cells_of, widened
 from attar.plan.goals.parse import Goal, shown
-from attar.plan.goals.quality import Quality
 from attar.plan.goals.simulate import Arrival, Capacity, Latencies
 from attar.plan.goals.techniques import Changed, Technique
 from attar.plan.gpus import GpuSpec
 from attar.plan.rates.profile import MachineProfile
-from attar.plan.rates.step_time import Evidence, StepModel, weakest
+from attar.plan.rates.step_time import StepModel
 from attar.plan.steps import StepLimits
+from attar.plan.vision import Encoding
 from attar.protocol.scheduler_config import PRESETS
 
 SEPARATE = 0.02  # relative difference of two times that counts, at least
@@ -46,6 +49,7 @@ class Workload:
     answer: int
     trace: tuple[Arrival, ...] = ()
     given: bool = True  # whether a number of users was given
+    encoding: Encoding | None = None  # of the images of each request, whose rows are part of its prompt
 
     @property
     def context(self) -> int:
@@ -81,16 +85,17 @@ class Question:
     calib: str = "self"  # calibration text of recipes that read one
     factors: Mapping[str, float] = field(default_factory=dict)  # of ranges, by past errors (`history`)
     acceptance: float | None = None  # of drafts, where it was measured
+    images: int = 0  # bytes of a vision tower and of features of images
+    tower_size: int = 0  # bytes of a vision tower on disk
+    vision: VisionConfig | None = None  # of the tower, where requests have images
+    share: Share = planning.WHOLE  # of several GPUs, whose memory each is `memory`
 
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One predicted quantity: its value, its range, and where it comes from."""
-
-    value: float
-    low: float
-    high: float
-    evidence: Evidence
+    def steps(self, storage: Storage, kv: KvScheme) -> StepModel:
+        """Return the step-time model of weights and a cache: of one GPU's part of all layers, because pipeline stages
+        run one after another. What GPUs send each other takes no time in it. Raises UserError for weights that cannot
+        be split so."""
+        stage = planning.shared(self.config, storage, Share(0, self.share.tp))[1]
+        return StepModel(stage, storage, kv, self.profile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +157,13 @@ def search(question: Question) -> Answer:
     """Judge every configuration. Raises UserError for a model or a workload that no plan can be made for."""
     candidates.check_size(question.config)
     planning.longest(question.config, question.workload.context)
-    chosen, rejected = candidates.weights(question.config, question.storage, question.gpu, question.outputs)
-    formats, refused = candidates.kv(question.config, question.gpu, question.kv)
+    chosen, rejected = candidates.weights(
+        question.config, question.storage, question.gpu, question.outputs, question.share
+    )
+    formats, refused = candidates.kv(question.config, question.gpu, question.kv, question.vision)
     work = question.workload
     beside, without = techniques.techniques(
-        question.config, question.gpu, work.longest_prompt, work.context, question.acceptance
+        question.config, question.gpu, work.longest_prompt, work.context, question.acceptance, question.vision
     )
     rows = (question.rows,) if question.rows is not None else _rows(work)
     found = [each for of in chosen for each in _configurations(question, of, formats, beside, rows[:2])]
@@ -207,14 +214,14 @@ def _configurations(
     All sums over weights are made once.
     """
     q, work = question, question.workload
-    first = StepModel(q.config, weights.storage, formats[0], q.profile)
+    first = q.steps(weights.storage, formats[0])
     models = [first, *(first.with_kv(kv) for kv in formats[1:])]
-    size = candidates.disk_bytes(q.config, weights.storage)
+    size = candidates.disk_bytes(q.config, weights.storage) + q.tower_size
     least = min(work.users, q.limits.sequences)
     found = []
     for number, each in enumerate(rows):
         limits = replace(q.limits, rows=max(each, q.limits.sequences) if each < least else each)
-        deployment = Deployment(q.config, weights.storage, formats[0], gpu=q.gpu)
+        deployment = Deployment(q.config, weights.storage, formats[0], q.share, q.gpu)
         divided = _divided(q, deployment, limits)
         for kv, model in zip(formats, models, strict=True):
             of_kv = quality.KV.get(kv.name)
@@ -225,9 +232,12 @@ def _configurations(
                 if cost is not None and technique is not None:
                     cost += technique.cost
                 seconds = techniques.changed(model, technique, work.longest_prompt)
-                latencies = _latencies(seconds, _fewer(work, technique), limits, taken)
-                cells = _cells(cost, _needed(taken), size, seconds, latencies, technique)
-                fits = q.memory is None or _needed(taken) <= q.memory
+                asked = _fewer(work, technique)
+                latencies = _latencies(seconds, asked, limits, taken)
+                needed = _needed(taken) + q.images
+                error = TowerError.of(work.encoding, latencies, asked.answer, work.loaded)
+                cells = cells_of(cost, needed, size, seconds, latencies, technique, error)
+                fits = q.memory is None or needed <= q.memory
                 found.append(Configuration(
                     weights, kv, limits.rows, taken, fits, widened(cells, q.factors), model.fitted, technique=technique,
                 ))  # fmt: skip
@@ -277,59 +287,12 @@ def _needed(found: Fit) -> int:
 
 def _latencies(model: StepModel | Changed, work: Workload, limits: StepLimits, taken: Fit) -> Latencies:
     capacity = Capacity(limits.rows, limits.sequences, taken.tokens)
+    encoding = 0.0 if work.encoding is None else work.encoding.seconds
     if work.trace:
         return simulate.traced(model, work.trace, capacity)
     if work.users > 1:
-        return simulate.closed(model, work.users, work.prompt, work.answer, capacity)
-    return simulate.unloaded(model, work.prompt, work.answer, limits.rows)
-
-
-def _cells(
-    cost: Quality | None, memory: int, size: int, model: StepModel | Changed, found: Latencies,
-    technique: Technique | None = None,
-) -> dict[str, Cell]:  # fmt: skip
-    """Return every quantity of a configuration with its range and label.
-
-    With drafts, `found` are the latencies of steps: each brings several tokens.
-    """
-    times: Evidence = model.evidence
-    near = 1 + model.spread
-    fewest, tokens, most = (1.0, 1.0, 1.0) if technique is None else technique.tokens
-
-    def timed(value: float) -> Cell:
-        return Cell(value, value / near, value * near, times)
-
-    def each_token(value: float) -> Cell:
-        return Cell(value / tokens, value / near / most, value * near / fewest, times)
-
-    rate = found.tokens_per_second
-    cells = {
-        "memory": Cell(memory, memory, memory, "exact"),
-        "size": Cell(size, size, size, "exact"),
-        "tokens_per_second": Cell(rate * tokens, rate * fewest / near, rate * most * near, times),
-        **{f"ttft_{name}": timed(value) for name, value in found.ttft.items()},
-        **{f"tpot_{name}": each_token(value) for name, value in found.tpot.items()},
-    }
-    if cost is not None:
-        cells["kl"] = Cell(cost.kl, cost.low, cost.high, cost.evidence)
-        agrees: Evidence = cost.evidence if cost.top1 is not None else weakest((cost.evidence, "fitted"))
-        cells["top1"] = Cell(cost.agreement, cost.agreement, cost.agreement, agrees)
-    else:
-        cells["kl"] = Cell(math.inf, 0.0, math.inf, "unverified")
-        cells["top1"] = Cell(0.0, 0.0, 1.0, "unverified")
-    return cells
-
-
-def widened(cells: Mapping[str, Cell], factors: Mapping[str, float]) -> dict[str, Cell]:
-    """Return cells whose ranges reach as far as past errors did. Exact ones stay."""
-    found = dict(cells)
-    for name, cell in cells.items():
-        factor = factors.get(name) or factors.get(f"{name.rpartition('_')[0]}_p95", 1.0)
-        if cell.evidence != "exact" and factor > 1 and math.isfinite(cell.value):
-            found[name] = Cell(
-                cell.value, min(cell.low, cell.value / factor), max(cell.high, cell.value * factor), cell.evidence
-            )
-    return found
+        return simulate.closed(model, work.users, work.prompt, work.answer, capacity, encoding)
+    return simulate.unloaded(model, work.prompt, work.answer, limits.rows, encoding)
 
 
 def _best(meeting: Sequence[Configuration], goals: Sequence[Goal]) -> Configuration | None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attar.plan.goals.techniques import Changed
 from attar.plan.rates.step_time import StepModel
+from attar.protocol.image_limits import TOWER_SHARE
 
 Steps = StepModel | Changed
 
@@ -27,11 +28,13 @@ MANY, FEWER = 8, 2  # users from which so many requests of each are enough
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request: seconds from the beginning, tokens of prompt and answer."""
+    """One request: seconds from the beginning, tokens of prompt and answer, and seconds of a vision tower for its
+    images."""
 
     at: float
     prompt: int
     answer: int
+    encoding: float = 0.0
 
     @property
     def length(self) -> int:
@@ -61,6 +64,7 @@ class _Request:
     arrival: Arrival
     left: int  # tokens of the prompt that are not computed yet
     round: int
+    encoding: float = 0.0  # seconds that the tower has to work before the prompt
     first: float = 0.0  # when its first token came
     end: float = 0.0
     done: int = 0  # tokens of the answer
@@ -77,15 +81,15 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
     return {name: ordered[max(0, math.ceil(share * len(ordered)) - 1)] for name, share in shares.items()}
 
 
-def unloaded(model: Steps, prompt: int, answer: int, rows: int) -> Latencies:
+def unloaded(model: Steps, prompt: int, answer: int, rows: int, encoding: float = 0.0) -> Latencies:
     """Return the latencies of one request at a time."""
-    first = model.prefill(prompt, chunk=rows)
+    first = encoding + model.prefill(prompt, chunk=rows)
     each = model.decode(1, prompt + answer // 2).total
     every = {"p50": each, "p95": each, "p99": each}
     return Latencies(dict.fromkeys(every, first), every, answer / (first + each * (answer - 1)))
 
 
-def closed(model: Steps, users: int, prompt: int, answer: int, capacity: Capacity) -> Latencies:
+def closed(model: Steps, users: int, prompt: int, answer: int, capacity: Capacity, encoding: float = 0.0) -> Latencies:
     """Return the latencies of `users` users. Each sends the next request when the last is answered.
 
     More than `MOST_USERS` are not simulated: each then waits for its prompt and one step, and prompts of all others
@@ -94,13 +98,14 @@ def closed(model: Steps, users: int, prompt: int, answer: int, capacity: Capacit
     together = min(users, capacity.sequences)
     if users > MOST_USERS:
         step = model.decode(together, prompt + answer // 2).total
-        cycle = answer * step + together * model.prefill(prompt, chunk=capacity.rows)
-        first = (model.prefill(prompt, chunk=capacity.rows) + step) * -(-users // together)
+        prefill = encoding + model.prefill(prompt, chunk=capacity.rows)
+        cycle = answer * step + together * prefill
+        first = (prefill + step) * -(-users // together)
         every = {"p50": cycle / answer, "p95": cycle / answer, "p99": cycle / answer}
         return Latencies(dict.fromkeys(every, first), every, together * answer / cycle)
-    alone = unloaded(model, prompt, answer, capacity.rows)
+    alone = unloaded(model, prompt, answer, capacity.rows, encoding)
     length = alone.ttft["p50"] + answer * alone.tpot["p50"]
-    first_ones = [Arrival(length * number / users, prompt, answer) for number in range(users)]
+    first_ones = [Arrival(length * number / users, prompt, answer, encoding) for number in range(users)]
     return _run(model, first_ones, capacity, ROUNDS if users < MANY else FEWER)
 
 
@@ -114,7 +119,7 @@ class _Run:
 
     def __init__(self, model: Steps, arrivals: Sequence[Arrival], capacity: Capacity, rounds: int) -> None:
         self.model, self.capacity, self.rounds = model, capacity, rounds
-        self.waiting = deque(_Request(each, each.prompt, 1) for each in arrivals)
+        self.waiting = deque(_Request(each, each.prompt, 1, each.encoding) for each in arrivals)
         self.running: list[_Request] = []
         self.ended: list[_Request] = []
         self.now, self.held = 0.0, 0
@@ -129,19 +134,28 @@ class _Run:
             self.running.append(self.waiting.popleft())
 
     def step(self) -> None:
-        """Take one step, or several where only contexts grow."""
+        """Take one step, or several where only contexts grow. Before each the tower works for one request."""
+        seeing = next((each for each in self.running if each.encoding), None)
         decoding = [each for each in self.running if not each.left]
         room, filled = self.capacity.rows - len(decoding), list[tuple[_Request, int]]()
         for each in self.running:
-            if each.left and room > 0:
+            if each.left and room > 0 and not each.encoding:
                 filled.append((each, min(room, each.left)))
                 room -= filled[-1][1]
+        if seeing is not None and not decoding and not filled:
+            self.now, seeing.encoding = self.now + seeing.encoding, 0.0
+            return
         steps = 1 if filled else min(AT_ONCE, *(each.arrival.answer - each.done for each in decoding))
         chunks = [(each.context + steps // 2, 1, 1) for each in decoding]
         chunks += [(each.arrival.prompt - each.left, rows, int(rows == each.left)) for each, rows in filled]
         seconds = self.model.of(chunks).total
         if steps > 1 and self.waiting and (until := self.waiting[0].arrival.at - self.now) > 0:
             steps = max(1, min(steps, math.ceil(until / seconds)))
+        if seeing is not None:
+            each_step = TOWER_SHARE * seconds
+            steps = min(steps, math.ceil(seeing.encoding / each_step))
+            worked = min(seeing.encoding, steps * each_step)
+            self.now, seeing.encoding = self.now + worked, seeing.encoding - worked
         self.now += steps * seconds
         for each in decoding:
             each.done += steps
@@ -161,8 +175,8 @@ class _Run:
         if self.rounds == 1 or each.round > 1:
             self.ended.append(each)
         if each.round < self.rounds:
-            following = Arrival(self.now, arrival.prompt, arrival.answer)
-            self.waiting.append(_Request(following, arrival.prompt, each.round + 1))
+            following = replace(arrival, at=self.now)
+            self.waiting.append(_Request(following, arrival.prompt, each.round + 1, arrival.encoding))
         return True
 
 

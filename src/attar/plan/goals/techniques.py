@@ -17,6 +17,7 @@ from attar.kv.eviction import Eviction
 from attar.kv.schemes import KvScheme
 from attar.kv.sparse import SparseAttention
 from attar.model.config import ModelConfig
+from attar.model.vision.config import VisionConfig
 from attar.plan.costs import BLOCK
 from attar.plan.goals.candidates import Rejected
 from attar.plan.goals.quality import UNCHANGED, Quality, ranged
@@ -123,14 +124,21 @@ class Changed:
 
 
 def techniques(
-    config: ModelConfig, gpu: GpuSpec | None, prompt: int, context: int, acceptance: float | None
+    config: ModelConfig,
+    gpu: GpuSpec | None,
+    prompt: int,
+    context: int,
+    acceptance: float | None,
+    vision: VisionConfig | None = None,
 ) -> tuple[list[Technique], list[Rejected]]:
     """Return the techniques to try for requests of a prompt and a whole length, and those that cannot be, with the
-    reason."""
+    reason. `vision` is the tower of requests with images."""
     found, out = list[Technique](), list[Rejected]()
     if gpu is not None:
         return [], [Rejected("sparse attention, KV eviction", "they run on CPUs")]
-    if config.angles_grow:
+    if vision is not None and vision.bidirectional:
+        out.append(Rejected("sparse attention", "rows of one image see each other"))
+    elif config.angles_grow:
         out.append(Rejected("sparse attention", "rotary angles of this model grow with the length"))
     elif context <= sparse.DENSE_BELOW:
         reason = f"{context:,} tokens; up to {sparse.DENSE_BELOW:,} all are read"
@@ -141,6 +149,9 @@ def techniques(
             found.append(Technique(str(few), ("--sparse-attention", str(few)), cost, sparse=few))
     budget = context // KEPT // BLOCK * BLOCK
     for policy, cost in (("sink", SINK), ("snapkv", SNAPKV)):
+        if vision is not None:
+            out.append(Rejected(f"KV eviction {policy}", "requests with images keep all keys"))
+            continue
         if budget < eviction.LEAST or (policy != "sink" and prompt <= budget):
             out.append(Rejected(f"KV eviction {policy}", f"a quarter of {context:,} tokens is too small a budget"))
             continue

@@ -16,6 +16,7 @@ spread is half the range of the repeated measurements, over their median. Torch-
                 and the bytes that it reads, both divided by the number of weights. bf16 stands for dense weights
     attention   {KV scheme: {"stored", "score", "prefill_score", "spread"}}, see `AttentionCost`
     overheads   {"step", "layer", "element", "logit"}, see `Overheads`
+    bf16_tiles  {"value": operations, ...} of products in bfloat16 of 64 rows, where the processor has tiles, or null
 """
 
 from __future__ import annotations
@@ -169,6 +170,7 @@ class MachineProfile:
     attention: Mapping[str, AttentionCost]
     overheads: Overheads
     seconds: float = 0.0
+    bf16_tiles: Rate | None = None
     format: Literal[1] = FORMAT
 
     def __post_init__(self) -> None:

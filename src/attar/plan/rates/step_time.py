@@ -91,6 +91,32 @@ def fitted(curve: ProductCurve, bandwidth: float, rate: float) -> Efficiency:
     return Efficiency(1.0 / x, 1.0 / y, max(errors(x, y)))
 
 
+def efficiency_of(profile: MachineProfile, scheme: Scheme | None) -> tuple[Efficiency, float]:
+    """Return the efficiencies of a scheme without a curve, and the rate that they are fractions of."""
+    name = kind(scheme)
+    integer = profile.tile.value if profile.tile is not None else profile.int8.value
+    rate = profile.bf16.value if name == DENSE else integer
+    if profile.isa in (SHEET, UNREAD):
+        return Efficiency(1.0, 1.0, 0.0), rate
+    curve = profile.products.get(name)
+    if curve is None:
+        curve = next(iter(profile.products.values()))
+    return fitted(curve, profile.bandwidth.value, rate), rate
+
+
+def product_seconds(
+    profile: MachineProfile, scheme: Scheme | None, bytes_per_weight: float, rows: float
+) -> tuple[float, float]:
+    """Return the seconds of a product of `rows` rows with weights of a scheme, over their number, and the relative
+    error."""
+    if (curve := profile.products.get(curve_name(scheme))) is not None:
+        return curve.of(rows), curve.spread
+    efficiency, rate = efficiency_of(profile, scheme)
+    bandwidth = profile.bandwidth
+    error = max(efficiency.error, bandwidth.spread)
+    return efficiency.seconds(bytes_per_weight, rows, bandwidth.value, rate), error
+
+
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
     """Seconds of one step, by use."""
@@ -125,7 +151,7 @@ class StepModel:
         self._sizes = dict(sizes)
         self._curves = {name: profile.products.get(name) for name in schemes}
         self._efficiencies = {
-            name: self._efficiency(schemes[name]) for name, curve in self._curves.items() if curve is None
+            name: efficiency_of(profile, schemes[name]) for name, curve in self._curves.items() if curve is None
         }
         self._kv, near = self._attention(kv)
         self.fitted: tuple[str, ...] = tuple(self._efficiencies) + ((kv.name,) if near else ())
@@ -155,18 +181,6 @@ class StepModel:
         made.fitted = (*schemes, kv.name) if near else schemes
         made._judge()
         return made
-
-    def _efficiency(self, scheme: Scheme | None) -> tuple[Efficiency, float]:
-        """Return the efficiencies of a scheme without a curve, and the rate that they are fractions of."""
-        profile, name = self.profile, kind(scheme)
-        integer = profile.tile.value if profile.tile is not None else profile.int8.value
-        rate = profile.bf16.value if name == DENSE else integer
-        if profile.isa in (SHEET, UNREAD):
-            return Efficiency(1.0, 1.0, 0.0), rate
-        curve = profile.products.get(name)
-        if curve is None:
-            curve = next(iter(profile.products.values()))
-        return fitted(curve, profile.bandwidth.value, rate), rate
 
     def _attention(self, kv: KvScheme) -> tuple[AttentionCost, bool]:
         """Return the cost of attention on a KV scheme, and whether it is that of the nearest measured one."""
