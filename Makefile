@@ -224,7 +224,7 @@ bench-peers: $(VENV)/.installed $(if $(LLAMACPP),,.venv-llamacpp/.installed) $(i
 .venv-llamacpp/.installed: bench/engines/llamacpp.txt bench/engines/tile_config.h | $(BIN)/python
 	@echo "setting up .venv-llamacpp: compiling takes some minutes"
 	@$(BIN)/python -m venv --clear .venv-llamacpp
-	@CXXFLAGS="-include $(CURDIR)/bench/engines/tile_config.h" CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" \
+	@CXXFLAGS="-include $(CURDIR)/bench/engines/tile_config.h" CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=ON" \
 		.venv-llamacpp/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir \
 		--no-binary llama-cpp-python --requirement $<
 	@touch $@

@@ -120,6 +120,16 @@ def test_llavas_margins_are_said_and_read(pair: Callable[[str], tuple[Path, Path
     assert found.crop is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "word"), [("smolvlm", None), ("llava", "25814"), ("llava_siglip", None), ("qwen2_5_vl", "112")]
+)
+def test_what_llama_cpp_would_compute_otherwise_is_said(kind: str, word: str | None, tmp_path: Path) -> None:
+    notes = convert(save(kind, tmp_path / "folder"), tmp_path / "out.gguf", to="gguf").notes
+    said = [each for each in notes if each.startswith("llama.cpp ")]
+    assert len(said) == (word is not None)
+    assert all(word is not None and word in each for each in said)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_have_the_names_of_gguf_py(kind: str, pair: Callable[[str], tuple[Path, Path]]) -> None:
     import gguf

@@ -58,7 +58,10 @@ def _model(kind: str, vocab: int) -> Any:
         )  # fmt: skip
         return transformers.Gemma3ForConditionalGeneration(config)
     more = {"image_grid_pinpoints": oracle.CASES["llava_next"][1]["image_grid_pinpoints"]} if "next" in kind else {}
-    name = "LlavaNext" if more else "Llava"
+    if kind == "llava_siglip":  # a tower without a class token
+        clip |= {"model_type": "siglip_vision_model"}
+        more = {"vision_feature_select_strategy": "full"}
+    name = "LlavaNext" if "next" in kind else "Llava"
     config = getattr(transformers, f"{name}Config")(
         text_config={**text, "model_type": "llama"}, vision_config=clip, image_token_index=IMAGE, image_seq_length=16,
         **more,
@@ -82,7 +85,7 @@ def save(kind: str, folder: Path) -> Any:
     template = TEMPLATE.replace("<image>", place(kind))
     settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    _, given, _ = oracle.CASES["qwen2_vl" if kind == "qwen2_5_vl" else kind]
+    _, given, _ = oracle.CASES[{"qwen2_5_vl": "qwen2_vl", "llava_siglip": "llava"}.get(kind, kind)]
     oracle.put(folder / "preprocessor_config.json", given)
     return model
 

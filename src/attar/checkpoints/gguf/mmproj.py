@@ -49,7 +49,7 @@ _INPUT = "mm.input_projection.weight"
 PATCH_WEIGHT = f"{NAMES.patch}.weight"
 SECOND_FRAME = f"{PATCH_WEIGHT}.1"
 SHORT = 64  # elements of an array that a key of towers may have
-_QWEN_WINDOW = 112  # pixels of a window's side, where a file says nothing
+QWEN_WINDOW = 112  # pixels of a window's side, where a file says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,7 @@ def _qwen2(f: Fields, names: Collection[str], out: int) -> _Read:
 def _qwen25(f: Fields, names: Collection[str], out: int) -> _Read:
     config, pixels, rows, words = _qwen2(f, names, out)
     period, key = f.integer(f"{AT}.n_wa_pattern", high=COUNT), f"{AT}.window_size"
-    window = Fields(f.data, {key: _QWEN_WINDOW}, where=f.where).integer(key, high=SIDE)
+    window = Fields(f.data, {key: QWEN_WINDOW}, where=f.where).integer(key, high=SIDE)
     merged = window // config.factor // config.patch
     if merged < 1:
         raise f.error(key, "is less than one merged patch")

@@ -103,10 +103,10 @@ def plan(
             raise _inexpressible(f"no metadata key describes its {field.name}, which is {ours}")
     if replace(images, pixels=again.images.pixels) != again.images:
         raise _inexpressible("the vocabulary has other tokens for images than the folder's settings")
-    return Plan(source, metadata, layout, stored, tuple(_notes(images, again.images)))
+    return Plan(source, metadata, layout, stored, tuple(_notes(config, images, again.images)))
 
 
-def _notes(ours: ImageSettings, theirs: ImageSettings) -> Iterator[str]:
+def _notes(config: VisionConfig, ours: ImageSettings, theirs: ImageSettings) -> Iterator[str]:
     others = [
         field.name for field in fields(ours.pixels)
         if getattr(ours.pixels, field.name) != getattr(theirs.pixels, field.name)
@@ -115,6 +115,16 @@ def _notes(ours: ImageSettings, theirs: ImageSettings) -> Iterator[str]:
         yield (
             f"No metadata key of an mmproj file says how this folder resizes images ({', '.join(others)}): readers of "
             "the file take the family's defaults."
+        )
+    if config.class_token:
+        yield (
+            "llama.cpp mixes up the rows of towers with a class token like this one (its issue 25814, open in version "
+            "0.3.36 of its Python bindings): its answers about images are worse than attar's from the same file."
+        )
+    if config.window and config.window * config.patch != mmproj.QWEN_WINDOW:
+        yield (
+            f"llama.cpp takes windows of {mmproj.QWEN_WINDOW} pixels for this family whatever a file says, and this "
+            f"tower has {config.window * config.patch}: its answers about images will differ."
         )
 
 
