@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,15 @@ def test_a_key_is_asked_for_and_never_kept(browser: Browser, start: Callable[...
     browser.until("$('login').hidden && $('model').textContent.includes('tokens')")
     told(browser, "hello", "hi")
     assert KEY not in browser.run("JSON.stringify([{ ...localStorage }, { ...sessionStorage }])")
+
+
+def test_a_rate_is_shown_of_what_took_a_while(page: Browser) -> None:
+    told(page, "quick", "a", "b", "c")
+    assert page.run("talk.querySelector('.note').textContent") == "3 tokens"
+    page.run("const now = performance.now.bind(performance); performance.now = () => 1000 * now()")
+    told(page, "slow", "a", "b", "c")
+    note = page.run("[...talk.querySelectorAll('.note')].at(-1).textContent")
+    assert re.fullmatch(r"3 tokens, \d+\.\d per second", note)
 
 
 def test_an_example_is_asked(page: Browser) -> None:

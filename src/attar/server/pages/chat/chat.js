@@ -308,9 +308,9 @@ async function ask(back) {
       if (live.take(choice) && !first) $("ttft").textContent = Math.round((first = performance.now()) - began) + " ms";
     }
   } catch (error) { failed = error; }
-  const seconds = (performance.now() - (first || began)) / 1000, item = live.end(), stopped = failed && failed.name === "AbortError";
-  const figures = `${tokens} token${tokens === 1 ? "" : "s"}, ${(tokens / Math.max(seconds, 1e-3)).toFixed(1)} per second`;
-  const note = stopped ? "stopped" : failed ? "" : figures + (reason === "length" ? ", cut at the limit" : "");
+  const seconds = (performance.now() - first) / 1000, item = live.end(), stopped = failed && failed.name === "AbortError";
+  const rate = first && tokens > 1 && seconds >= 0.1 ? `, ${((tokens - 1) / seconds).toFixed(1)} per second` : ""; // else it means little
+  const note = stopped ? "stopped" : failed ? "" : `${tokens} token${tokens === 1 ? "" : "s"}${rate}` + (reason === "length" ? ", cut at the limit" : "");
   if (item) asked.items.push(Object.assign(item, { note }));
   else asked.items = back.items;
   running = null;
