@@ -60,7 +60,8 @@ def test_every_simulator_has_its_parts(browser: Browser, address: str, width: in
         assert browser.errors == []
         assert seen["wide"] <= 0, f"{lab} is too wide for {width}"
         assert [seen[each] for each in ("pale", "faint", "nameless", "twice")] == [[], [], [], []], lab
-        assert (seen["unlabelled"], seen["small"]) == (0, 0), lab
+        assert [seen[each] for each in ("unlabelled", "small", "bare", "covered")] == [0] * 4, lab
+        assert seen["cut"] == [], lab
         assert all(seen[each] for each in ("tables", "marks", "formulas", "sources", "omits")), lab
         assert not [each for each in seen["formulas"] if "NaN" in each or "undefined" in each], lab
 
