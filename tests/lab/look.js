@@ -36,7 +36,7 @@
   const faint = marks
     .filter(each => {
       const style = getComputedStyle(each),
-        colour = each.classList.contains("line") ? style.stroke : style.fill;
+        colour = each.matches(".line, .hollow") ? style.stroke : style.fill;
       return contrast(parse(colour), behind(each)) < 3;
     })
     .map(each => each.getAttribute("class"));
