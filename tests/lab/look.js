@@ -42,7 +42,7 @@
     .map(each => each.getAttribute("class"));
   const inputs = [...document.querySelectorAll("main input, main select")];
   const pen = document.createElement("canvas").getContext("2d");
-  const cut = [...document.querySelectorAll("main select")].filter(each => {
+  const cut = [...document.querySelectorAll("main select:not([hidden])")].filter(each => {
     pen.font = getComputedStyle(each).font;
     return pen.measureText(each.selectedOptions[0].text).width + 36 > each.clientWidth; // padding and arrow
   });

@@ -74,6 +74,12 @@ def test_the_look_itself_sees(browser: Browser, address: str) -> None:
     browser.run("document.querySelector('#controls label').remove()")
     seen = browser.run(LOOK)
     assert all(seen[each] for each in ("pale", "faint", "nameless"))
+    visit(browser, f"{address}#roofline")
+    browser.run("document.querySelectorAll('.tick').forEach(each => each.remove())")
+    browser.run("document.querySelectorAll('svg .label').forEach(each => each.parentElement.prepend(each))")
+    browser.run("document.querySelector('#controls select').style.maxWidth = '5rem'")
+    seen = browser.run(LOOK)
+    assert all(seen[each] for each in ("bare", "covered", "cut"))
 
 
 def test_nothing_is_loaded(browser: Browser, address: str) -> None:

@@ -232,13 +232,17 @@ def test_tools_reasoning_and_json_show_as_what_they_are(page: Browser) -> None:
     assert page.run("$('text').placeholder") == "Result of look"
     told(page, "sunny", "not asked yet")
     assert page.run("$('text').placeholder") == "Result of <b>"
-    told(page, "cold", "It is sunny.")
+    told(page, '{"celsius": -3, "<b>": 1}', "It is sunny.")
+    assert page.run("[...talk.querySelectorAll('.tool')].map(each => each.textContent)") == [
+        "Result of looksunny",
+        'Result of <b>JSONCopy{\n  "celsius": -3,\n  "<b>": 1\n}',
+    ]
     sent = page.run("asked.at(-1)")
     assert sent["tools"][0]["function"]["name"] == "look"
     call, *results = sent["messages"][1:]
     assert call["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at": 1}'}
     assert [(each["role"], each["tool_call_id"], each["content"]) for each in results] == [
-        ("tool", "c1", "sunny"), ("tool", "c2", "cold")
+        ("tool", "c1", "sunny"), ("tool", "c2", '{"celsius": -3, "<b>": 1}')
     ]  # fmt: skip
     page.run("$('tools').value = '[wrong'")
     told(page, "broken", "never")

@@ -69,6 +69,12 @@ function call({ function: { name, arguments: given } }) {
   return make("div", { className: "call" }, make("p", { textContent: visible(`Calls ${name}`) }), json(structured(given) ?? given));
 }
 
+function result({ content, tool_call_id }) {
+  const made = chat.items.flatMap(each => each.tool_calls || []).find(each => each.id === tool_call_id), found = structured(content);
+  const title = make("p", { textContent: visible(`Result of ${made ? made.function.name : "a tool"}`) });
+  return [title, found ? json(found) : make("div", { textContent: visible(content) })];
+}
+
 function thought(text) {
   const words = make("div", { textContent: visible(text) });
   return [make("details", { className: "thought" }, make("summary", { textContent: "Reasoning" }), words), words];
@@ -103,7 +109,7 @@ const onlyLastAgain = () => [...talk.querySelectorAll(".again")].forEach(each =>
 
 function add(item) {
   onlyLastAgain();
-  if (item.role === "tool") return turn("tool", visible(`Result: ${item.content}`));
+  if (item.role === "tool") return turn("tool", ...result(item));
   const pictures = imagesOf(item).map(src => Object.assign(new Image(), { src, alt: "an image of this message" }));
   const made = turn(item.role + (item.plain ? " plain" : ""), ...(item.role === "user" ? [...pictures, visible(textOf(item))] : body(item)));
   acts(item);
