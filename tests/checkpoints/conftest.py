@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 from torch import Tensor
 
 from attar.checkpoints.receipts import probes
 from attar.model.decoder import Decoder
+from tests.checkpoints.sources.loopback_hub import Hub
 
 
 @torch.inference_mode()
@@ -104,3 +107,21 @@ class Tiny:
 @pytest.fixture
 def tiny() -> Tiny:
     return Tiny()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A server of the Hub on this machine, whose files are downloaded to a folder of the test."""
+    server = Hub()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.chdir(tmp_path)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()

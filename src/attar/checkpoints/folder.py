@@ -193,7 +193,8 @@ class Folder(OnDisk):
         by_name = {p.relative_to(self.path).as_posix(): p for p in found}
         names = sorted(name for name in by_name if any(fnmatchcase(name, wanted) for wanted in CARRIED))
         root = self.path.resolve()
-        homes = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+        hubs = [each.parent.parent for each in (root, root.parent) if each.parent.name == "snapshots"]  # or VILA's part
+        homes = [root, *(each / "blobs" for each in hubs)]
         for name in names:
             target = by_name[name].resolve()
             if not any(target.is_relative_to(home) for home in homes):

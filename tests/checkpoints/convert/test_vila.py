@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import constants
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -31,6 +32,7 @@ from attar.model.cache import Features, ForwardBatch
 from attar.protocol.request import SamplingParams
 from tests.checkpoints.convert import vila
 from tests.checkpoints.convert.vila import Vila, change, put
+from tests.checkpoints.sources.loopback_hub import COMMIT, Hub, files
 from tests.errors import user_error
 from tests.images.test_decoding import file, picture
 
@@ -278,3 +280,51 @@ def test_bad_folders_are_refused(
     with user_error(code, word):
         convert(broken, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def _cached(path: Path, cache: Path) -> Path:
+    """Put a folder into a cache as `huggingface_hub` does, files as links to blobs; return its snapshot."""
+    repo = cache / "models--org--vila"
+    for each in sorted(path.rglob("*")):
+        if each.is_file():
+            name = each.relative_to(path)
+            blob, link = repo / "blobs" / name.as_posix().replace("/", "-"), repo / "snapshots" / COMMIT / name
+            for place in (blob, link):
+                place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(each, blob)
+            link.symlink_to(os.path.relpath(blob, link.parent))
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(COMMIT)
+    return repo / "snapshots" / COMMIT
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_the_cache_of_the_hub_is_converted(known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its snapshot's folder, whose files are links to blobs, and by its id without a network."""
+    made = vila.write(tmp_path / "vila", known=known)
+    snapshot = _cached(made.path, tmp_path / "cache")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    found = [convert(name, tmp_path / f"out{i}") for i, name in enumerate((made.path, snapshot, "org/vila"))]
+    assert len({each.sha256 for each in found}) == 1
+    for each in found[1:]:
+        assert all(not file.is_symlink() for file in each.path.iterdir())
+        assert sorted(os.listdir(each.path)) == sorted(os.listdir(found[0].path))
+    (snapshot / "llm" / "generation_config.json").unlink()
+    (snapshot / "llm" / "generation_config.json").symlink_to(tmp_path / "vila" / "LICENSE")
+    with user_error("file_unsafe", "generation_config.json"):
+        convert(snapshot, tmp_path / "unsafe")
+
+
+def test_a_hub_id_downloads_the_three_folders_for_the_conversion_alone(base: Vila, hub: Hub, tmp_path: Path) -> None:
+    hub.repos["org/vila"] = {**files(base.path), "llm/deep/config.json": b"{}", "other/model.safetensors": b""}
+    for line in (["generate", "org/vila", "--prompt", "a"], ["inspect", "org/vila"], ["plan", "org/vila"]):
+        result = CliRunner().invoke(app, line)
+        assert result.exit_code != 0
+        assert "attar convert" in result.output, (line, result.output)
+    assert not [name for name in hub.whole if name.endswith(".safetensors")]
+    done = convert("org/vila", tmp_path / "out")
+    assert done.sha256 == convert(base.path, tmp_path / "again").sha256
+    sent = set(hub.whole)
+    assert {"llm", "vision_tower", "mm_projector"} <= {name.split("/")[0] for name in sent if "safetensors" in name}
+    assert not sent & {"llm/deep/config.json", "other/model.safetensors", "modeling_vila.py"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from attar import LLM, SamplingParams
 from attar.checkpoints import image_settings
@@ -19,6 +21,7 @@ from attar.checkpoints.convert.run import convert
 from attar.checkpoints.gguf import mmproj, mmproj_writer
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.gguf.writer import atomic_gguf
+from attar.checkpoints.receipts import receipt
 from attar.checkpoints.receipts.verify import verify
 from attar.checkpoints.sources import vision
 from attar.compression.request.request import CompressionRequest
@@ -28,6 +31,7 @@ from attar.formats.codecs import ggml_round
 from attar.formats.codecs.ggml import TYPES
 from attar.images.settings import ImageSettings
 from attar.model.vision import assembly
+from attar.model.vision.wrappers import OUTSIDE
 from attar.protocol.images import ImageInput, digest_of
 from tests.engine.images import models
 
@@ -167,11 +171,69 @@ def test_receipt_and_verify_cover_the_tower_of_a_file(pair: Callable[[str], tupl
     assert done.images is not None
     assert done.vision is not None
     assert verify(done.path).ok
+    for each in (done.path, mmproj.path_of(done.path), receipt.receipt_path(done.path)):
+        shutil.copy(each, tmp_path / each.name.replace("out", "renamed"))
+    assert verify(tmp_path / "renamed.gguf").ok
     other = mmproj.path_of(pair("smolvlm")[1]).read_bytes()
     mmproj.path_of(done.path).write_bytes(other[:-4096] + bytes(4096))
-    verdict = verify(done.path)
-    assert not verdict.ok
-    assert verdict.first_divergence == "vision tower"
+    for hashes, divergence in ((True, "mmproj-out.gguf"), (False, "vision tower")):
+        verdict = verify(done.path, hashes=hashes)
+        assert not verdict.ok
+        assert verdict.first_divergence == divergence
+    mmproj.path_of(done.path).unlink()
+    assert verify(done.path).first_divergence == "mmproj-out.gguf"
+
+
+def _receipt(output: Path) -> Mapping[str, Any]:
+    found = receipt.read_receipt(output)
+    assert found is not None
+    return found.value
+
+
+@pytest.mark.parametrize("kind", ["smolvlm", "llava", "qwen2_5_vl", "gemma3"])
+def test_a_receipt_has_the_dtypes_of_the_tower_that_the_files_have(kind: str, tmp_path: Path) -> None:
+    """A file has norms, biases and tables in float32, where the folder has them in bfloat16."""
+    source = save(kind, tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    halves = {name: each.to(torch.bfloat16) for name, each in tensors.items()}
+    save_file(halves, source / "model.safetensors", metadata={"format": "pt"})
+    folder, file = tmp_path / "folder", tmp_path / "file.gguf"
+    compress(source, folder, recipe="rtn-q8_0")
+    compress(source, file, recipe="q8_0")
+    convert(folder, tmp_path / "converted.gguf", to="gguf")
+    modules = list(_receipt(folder)["copied"])
+    assert modules == sorted(OUTSIDE[_architecture(source)])
+    assert set(_receipt(folder)["copied"].values()) == {"bfloat16"}
+    for each in (file, tmp_path / "converted.gguf"):
+        stored = GgufFile(mmproj.path_of(each))
+        projector = {stored.info(name).kind.name for name in stored.names() if name.startswith("mm.")}
+        said = _receipt(each)["copied"]
+        assert list(said) == modules
+        assert said[OUTSIDE[_architecture(source)][0]] == "bfloat16 and float32"
+        both = ["bfloat16" for kind in projector if kind == "BF16"] + ["float32" for kind in projector if kind == "F32"]
+        assert len(modules) == 1 or said[OUTSIDE[_architecture(source)][1]] == " and ".join(both)
+        assert set(_receipt(each)["files"]) == {each.name, mmproj.path_of(each).name}
+        verdict = verify(each)
+        assert verdict.ok
+        assert "vision tower" in verdict.detail
+
+
+def _architecture(folder: Path) -> str:
+    found: str = json.loads((folder / "config.json").read_text())["architectures"][0]
+    return found
+
+
+def test_a_receipt_of_an_output_without_the_tower_has_nothing_of_it(tmp_path: Path) -> None:
+    source, file = save("smolvlm", tmp_path / "source"), tmp_path / "file.gguf"
+    compress(source, file, recipe="q8_0")
+    assert {"copied", "vision"} <= _receipt(file).keys()
+    convert(file, tmp_path / "folder", to="compressed-tensors")
+    assert not {"copied", "vision"} & _receipt(tmp_path / "folder").keys()
+    assert verify(tmp_path / "folder").ok
+    (source / "preprocessor_config.json").unlink()
+    compress(source, tmp_path / "blind.gguf", recipe="q8_0")
+    assert not mmproj.path_of(tmp_path / "blind.gguf").exists()
+    assert not {"copied", "vision"} & _receipt(tmp_path / "blind.gguf").keys()
 
 
 def test_a_file_that_is_there_is_kept(pair: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:

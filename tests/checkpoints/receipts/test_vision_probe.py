@@ -16,6 +16,8 @@ from attar.checkpoints.receipts.receipt import read_receipt
 from attar.checkpoints.receipts.verify import verify
 from attar.compression.request.request import CompressionRequest
 from attar.compression.runs.pipeline import compress_request
+from attar.kernels import dispatch
+from attar.model.vision.model import VisionModel
 from tests.errors import user_error
 from tests.model.vision import seen, tiny
 
@@ -60,6 +62,27 @@ def test_the_receipt_has_the_error_of_a_quantized_tower(tmp_path: Path) -> None:
     assert found["w8"]["bytes"] > 0
 
 
+@pytest.mark.parametrize(("scheme", "encoded"), [("16bit", 2), ("w8a8", 1 + len(vision_probe.MOVES) + 1 + 1)])
+def test_each_tower_encodes_an_image_once(
+    scheme: str, encoded: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The towers are the output's, its copies of moved pixels, and of a quantized one the source's and the native."""
+    if dispatch.store("int8") is None:
+        encoded -= scheme != "16bit"
+    seen_by, encode = list[VisionModel](), VisionModel.encode
+
+    def counted(vision: VisionModel, image: Any) -> torch.Tensor:
+        seen_by.append(vision)
+        return encode(vision, image)
+
+    monkeypatch.setattr(VisionModel, "encode", counted)
+    out = _compressed("smolvlm", scheme, tmp_path / "out")
+    assert len(seen_by) == len({id(each) for each in seen_by}) == encoded
+    seen_by.clear()
+    assert verify(out).ok
+    assert len(seen_by) == 1
+
+
 def test_images_are_the_same_everywhere_and_of_any_tower() -> None:
     for kind in ("smolvlm", "llava_next", "qwen2_vl", "gemma3"):
         vision = seen.vision(kind)
@@ -78,7 +101,8 @@ def test_errors_are_those_of_a_loop() -> None:
 
 def test_damaged_probes_and_those_of_other_towers_are_refused() -> None:
     vision = seen.vision("smolvlm")
-    probe = vision_probe.measure(vision, None)
+    image = vision_probe.generated(vision)
+    probe = vision_probe.measure(vision, image, vision.encode(image), None)
     assert vision_probe.replay(probe, vision, "x") == (True, "an image replayed within the noise")
     damages: list[Any] = [None, {}, {"rows": [], "noise": {}}, probe | {"rows": [[1.0]]}, probe | {"noise": 1}]
     text = copy.deepcopy(probe)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,82 +10,14 @@ from huggingface_hub import constants
 
 from attar.checkpoints.convert.run import convert
 from attar.checkpoints.sources import hub_headers
-from attar.checkpoints.sources.hub_headers import MOST_GGUF, MOST_SAFETENSORS, HubName
+from attar.checkpoints.sources.hub import HubName
+from attar.checkpoints.sources.hub_headers import MOST_GGUF, MOST_SAFETENSORS
 from attar.checkpoints.sources.opening import stored
 from attar.evaluation.planning import questions
+from tests.checkpoints.sources.loopback_hub import Hub, files
 from tests.errors import user_error
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HOLE = 3_000_000_000  # bytes of a file that the server pretends to have
-
-
-class Hub(ThreadingHTTPServer):
-    """Repositories by name, each a dict of files; `padding` bytes follow each weight file, and are never sent."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.repos: dict[str, dict[str, bytes]] = {}
-        self.sent, self.ranges, self.padding = 0, True, 0
-        self.status: int | None = None
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Hub
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-    def answer(self, status: int, body: bytes, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in {"content-length": str(len(body)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        self.wfile.write(body)
-        self.server.sent += len(body)
-
-    def do_GET(self) -> None:
-        hub = self.server
-        if hub.status is not None:
-            return self.answer(hub.status, b"{}")
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/?]+)(?:/revision/([^?]+))?(?:\?.*)?", self.path):
-            if match[1] not in hub.repos:
-                return self.answer(404, b"{}", x_error_code="RepoNotFound")
-            files = [{"rfilename": name} for name in hub.repos[match[1]]]
-            return self.answer(200, json.dumps({"id": match[1], "sha": COMMIT, "siblings": files}).encode())
-        match = re.fullmatch(rf"/([^/]+/[^/]+)/resolve/{COMMIT}/(.+)", self.path)
-        if match is None or match[2] not in hub.repos.get(match[1], {}):
-            return self.answer(404, b"", x_error_code="EntryNotFound")
-        whole = hub.repos[match[1]][match[2]]
-        size = len(whole) + (hub.padding if match[2].endswith(".safetensors") else 0)
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
-        if asked is None or not hub.ranges:
-            return self.answer(200, whole)
-        begin, last = int(asked[1]), min(int(asked[2]), size - 1)
-        part = whole[begin : last + 1]
-        self.answer(206, part, content_range=f"bytes {begin}-{last}/{size}")
-        return None
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    server = Hub()
-    url = f"http://127.0.0.1:{server.server_address[1]}"
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.chdir(tmp_path)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {each.name: each.read_bytes() for each in folder.iterdir() if each.is_file()}
 
 
 def test_a_plan_needs_the_headers_alone(hub: Hub, demo: Path) -> None:

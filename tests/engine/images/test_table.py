@@ -244,6 +244,8 @@ def test_settings_that_images_do_not_go_with_are_named(
         ({"role": "decode"}, "--role decode"),
         ({"image_cache": 0}, "--image-cache 0"),
         ({"tp": 2}, "--tp"),
+        ({"pp": 2}, "--pp"),
+        ({"role": "prefill"}, "--role prefill"),
         ({}, ""),
     ],
 )

@@ -44,6 +44,7 @@ from attar.checkpoints.convert.to_gguf import folder_to_file
 from attar.checkpoints.convert.towers import left_out
 from attar.checkpoints.convert.vila import is_vila_folder
 from attar.checkpoints.folder import CONFIG, write_json
+from attar.checkpoints.gguf import mmproj
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.layouts import compressed_tensors
 from attar.checkpoints.receipts import receipt
@@ -86,7 +87,7 @@ def convert(
         raise UserError("option_unused", f"a dtype is of a dense output: leave it out, or write --to {DENSE}")
     if dtype is not None and dtype not in DTYPES:
         raise UserError("name_unknown", f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}{near(dtype, DTYPES)}")
-    source = hub.resolve(src)
+    source = hub.resolve(src, vila=True)
     if source.is_dir() and is_vila_folder(source):
         if to not in (None, DENSE):
             said = f"{source} is in VILA's layout, which is converted --to {DENSE} first: --to {to} takes that output"
@@ -115,7 +116,7 @@ def convert(
         most = max_shard_bytes or MAX_SHARD
         done = file_to_folder(file, Path(dst), TARGETS[to], overwrite, report, most)
         done = replace(done, notes=done.notes + left_out(source))
-        return _with_receipt(found, source, done, report)
+        return _with_receipt(found, source, done, report, {})
     checkpoint = Checkpoint.open(source, as_stored=True)
     if (checkpoint.folder.config.get("quantization_config") or {}).get("transform_config"):
         raise UserError(
@@ -124,22 +125,30 @@ def convert(
         )
     if to == GGUF:
         done = folder_to_file(checkpoint, Path(dst), overwrite, report, max_shard_bytes)
-        return _with_receipt(found, source, done, report)
+        beside = mmproj.stored(done.path, OUTSIDE.get(checkpoint.config.architecture, ()))
+        return _with_receipt(found, source, done, report, beside)
     refuse_packed_outside(checkpoint, dense_names(checkpoint, packed_schemes(checkpoint)))
     done = folder_to_folder(checkpoint, Path(dst), TARGETS[to], overwrite, report, max_shard_bytes or MAX_SHARD)
     return _with_receipt(found, source, done, report)
 
 
-def _with_receipt(found: receipt.Receipt | None, source: Path, done: Converted, report: Progress) -> Converted:
+def _with_receipt(
+    found: receipt.Receipt | None,
+    source: Path,
+    done: Converted,
+    report: Progress,
+    beside: Mapping[str, str] | None = None,
+) -> Converted:
     """Copy the source's receipt to the finished output. A kill before leaves an output without a receipt, never one
-    with another's."""
+    with another's. `beside` is as in `receipt.carry`."""
     if found is None:
         return done
     output = Path(os.path.realpath(done.path))  # the receipt lies beside the target of a link
     try:
         why = receipt.carry(
-            found, source, output, done.sha256, done.bits_per_weight, lambda n, total: report("hashing", n, total)
-        )
+            found, source, output, done.sha256, done.bits_per_weight, beside,
+            lambda n, total: report("hashing", n, total),
+        )  # fmt: skip
     except (OSError, ValueError) as error:  # the output is whole
         why = f"the output has no receipt: {error}"
     return done if why is None else replace(done, notes=(*done.notes, why))

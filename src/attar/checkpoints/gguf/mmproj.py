@@ -12,7 +12,7 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ PATCH_WEIGHT = f"{NAMES.patch}.weight"
 SECOND_FRAME = f"{PATCH_WEIGHT}.1"
 SHORT = 64  # elements of an array that a key of towers may have
 QWEN_WINDOW = 112  # pixels of a window's side, where a file says nothing
+_FLOATS: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,8 @@ def path_of(model: Path) -> Path:
     return model.with_name(f"{PREFIX}{model.stem if part is None else part.stem}.gguf")
 
 
-def read(model: Path) -> Mmproj | None:
-    """Read the mmproj file of a GGUF model; None without one. Headers are enough.
+def read(model: Path, whole: bool = True) -> Mmproj | None:
+    """Read the mmproj file of a GGUF model; None without one. Without `whole`, the headers of both are enough.
 
     Raises CheckpointError for a damaged file, and UserError naming the file and the key for a projector that attar does
     not read, for values that are missing or out of bounds, and for a model whose vocabulary lacks an image token.
@@ -76,9 +77,22 @@ def read(model: Path) -> Mmproj | None:
     path = path_of(model)
     if not path.is_file():
         return None
-    file, language = GgufFile(path), GgufFile(model).metadata
+    file, language = GgufFile(path, whole), GgufFile(model, whole).metadata
     with naming(path):
         return of(path, file.metadata, file.names(), language)
+
+
+def stored(model: Path, modules: Sequence[str]) -> dict[str, str]:
+    """Return the dtypes that the mmproj file of a GGUF model has of each of `modules`, as `attar compress` writes it:
+    tower and projector, or the one that is both, by their names in a folder. Empty without such a file."""
+    path = path_of(model)
+    if not path.is_file() or not modules:
+        return {}
+    file, found = GgufFile(path), dict[str, set[str]]()
+    for name in file.names():
+        module = modules[-1 if name.startswith("mm.") else 0]
+        found.setdefault(module, set()).add(_FLOATS.get(kind := file.info(name).kind.name, kind))
+    return {module: " and ".join(sorted(found[module])) for module in modules if module in found}
 
 
 def of(path: Path, metadata: Mapping[str, Any], names: Collection[str], language: Mapping[str, Any]) -> Mmproj:

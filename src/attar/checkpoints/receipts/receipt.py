@@ -29,6 +29,7 @@ import torch
 
 from attar import machine
 from attar.checkpoints.folder import json_object, read_bytes
+from attar.checkpoints.gguf import mmproj
 from attar.checkpoints.gguf.parts import part_paths
 from attar.checkpoints.receipts.probes import EXACT, NO_FLOOR, Probes, kernel_path, unrounded
 from attar.checkpoints.strict_io import CheckpointError
@@ -82,7 +83,7 @@ KEYS: Mapping[str, str] = {
     "gain": "Comparison with plain rounding on held-out text.",
     "warnings": "Sentences that the run printed as warnings.",
     "original": "Format and schemes of a source that was compressed itself.",
-    "copied": "Modules beside the language model, copied as they are, with their dtypes.",
+    "copied": "Modules beside the language model, copied unquantized, with the dtypes that the output has of them.",
     "vision": "Vision tower and projector: scheme, error of an image's rows, and the probe of them.",
     "drafts_for": "Hash of the model that this one makes drafts for.",
     "products": "`bfloat16` where products ran on tiles.",
@@ -164,13 +165,15 @@ def carry(
     output: Path,
     digest: str,
     bits_per_weight: float | None,
+    beside: Mapping[str, str] | None = None,
     progress: StageProgress | None = None,
 ) -> str | None:
     """Write the receipt of `output`, a conversion of `source` with bitwise equal values, to which the source's receipt
     applies too.
 
     `found` is the source's receipt, `digest` that of the values. The bits are those of the output, None where it packs
-    nothing. `progress(done, total)` counts hashed bytes, of both.
+    nothing. `beside` is what `copied` says of the output, empty for one without vision tower; None: as of the source.
+    `progress(done, total)` counts hashed bytes, of both.
 
     Returns None, or the reason why no receipt is written: the source's files differ from its receipt. Raises ValueError
     where the result could not be read back.
@@ -188,9 +191,10 @@ def carry(
     if (wrong := _verify_files(source, found, advance)) is not None:
         return f"the output gets no receipt, because the source's does not hold: {wrong.detail}"
     # The source's receipt is untrusted: unknown keys are left out, and so is nesting that indentation would make large.
-    # A plan is of the output's own layout, and a file has no vision tower: they are left out as well.
-    left_out = ("plan",) if output.is_dir() else ("plan", "vision")
+    # A plan is of the output's own layout, and the others of a vision tower that an output may lack.
+    left_out = {"plan"} if beside is None else {"plan", "copied"} if beside else {"plan", "copied", "vision", "images"}
     value = {key: found.value[key] for key in KEYS if key in found.value and key not in left_out}
+    value |= {"copied": dict(beside)} if beside else {}
     if _deeper(value, DEEPEST):
         raise UserError("receipt_invalid", f"that of the source is nested more than {DEEPEST} deep")
     value |= {
@@ -402,16 +406,21 @@ def sha256(path: Path, advance: Advance | None = None) -> str:
 
 
 def output_file(output: Path, name: str) -> Path:
-    """Return the path of an output's file. A file may have been renamed; parts of a GGUF go by their names."""
+    """Return the path of an output's file. A GGUF file may have been renamed, and its mmproj file with it; parts go by
+    their names."""
     if output.is_dir():
         return output / name
+    if name.startswith(mmproj.PREFIX) and not output.name.startswith(mmproj.PREFIX):
+        return mmproj.path_of(output)
     return output if part_paths(output) == [output] else output.with_name(name)
 
 
 def _files(output: Path) -> list[str]:
-    """Return the names of an output's files, relative to its folder and sorted, without receipts and hidden files."""
+    """Return the names of an output's files, relative to its folder, without receipts and hidden files. A file has its
+    other parts and its mmproj file."""
     if not output.is_dir():
-        return [path.name for path in part_paths(output)]
+        tower = mmproj.path_of(output)
+        return [path.name for path in part_paths(output)] + ([tower.name] if tower.is_file() else [])
     found = (path.relative_to(output) for path in output.rglob("*") if path.is_file())
     return sorted(f.as_posix() for f in found if f.as_posix() != NAME and not any(p.startswith(".") for p in f.parts))
 

@@ -79,19 +79,19 @@ def relative_error(rows: Tensor, exact: Tensor) -> float:
     return float(((rows - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-30)).mean())
 
 
-def measure(vision: VisionModel, native: VisionModel | None) -> dict[str, Any]:
-    """Return the probe of a tower in float32 by the reference. `native` is the same one in the layout of the native
-    kernels, if they round inputs of its linears; else None."""
-    image = generated(vision)
-    calm = _projected(vision.encode(image))
+def measure(vision: VisionModel, image: GeneratedImage, rows: Tensor, native: VisionModel | None) -> dict[str, Any]:
+    """Return the probe of a tower in float32 by the reference, of which `rows` are those of its generated `image`.
+
+    `native` is the same one in the layout of the native kernels, if they round inputs of its linears; else None.
+    """
+    calm = _projected(rows)
     path = ROUNDED if rounds_activations(vision.linears()) else EXACT
     copies = [replace(vision, config=_moved(vision.config, by)) for by in (MOVES if path == ROUNDED else MOVES[:1])]
     noise: dict[str, float | None] = {EXACT: None, ROUNDED: None}
     noise[path] = floor = max(_difference(_projected(each.encode(image)), calm) for each in copies)
     if native is not None:
         noise[ROUNDED] = max(floor, _difference(_projected(native.encode(image)), calm))
-    rows = [[float(f"{value:.9g}") for value in row] for row in calm.tolist()]
-    return {"rows": rows, "noise": noise}
+    return {"rows": [[float(f"{value:.9g}") for value in row] for row in calm.tolist()], "noise": noise}
 
 
 def _moved(config: VisionConfig, by: float) -> VisionConfig:

@@ -1,20 +1,24 @@
-"""Resolver of a user's model name to a folder or GGUF file on this machine: a path, a Hub id, or `demo`.
+"""Resolver of a user's model name to a folder or GGUF file on this machine: a path, a name on the Hub, or `demo`.
 
 A folder that exists always wins over a Hub id of the same spelling; `demo` always means the embedded model (a folder of
 that name is `./demo`), so that results do not depend on the current directory. Downloads use `huggingface_hub`: its
 cache, progress bars, tokens, mirrors (HF_ENDPOINT) and offline mode (HF_HUB_OFFLINE). Only data is requested:
-safetensors, JSON, templates and tokenizer files; never pickles or code. Neither torch nor huggingface_hub is imported
-before it is needed.
+safetensors, JSON, templates and tokenizer files, or a GGUF file with its mmproj file; never pickles or code. Neither
+torch nor huggingface_hub is imported before it is needed.
 """
 
 from __future__ import annotations
 
+import glob
 import importlib.resources
+import logging
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from attar.checkpoints.strict_io import CONVERT, CheckpointError, near
+from attar.model.vision.wrappers import VILA_PARTS, is_vila
 from attar.protocol.speculation import DRAFTERS, MATCH_FIRST
 
 DEMO = "demo"
@@ -22,26 +26,73 @@ ALLOW = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.model.v*",
 # Subfolders hold other formats and training states of the same model, except for chat templates; some repositories keep
 # a second copy of all weights as consolidated*.safetensors.
 IGNORE = ["*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model", "*/*.model.v*", "*/*.tiktoken", "consolidated*"]
+RECEIPT = ".receipt.json"  # behind a file's name: its receipt's (`receipts.receipt_path`, which torch comes with)
 
-_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
+_NAME = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:/(?P<file>[\w./-]+\.gguf))?(?:@(?P<revision>[\w./-]+))?",
+    re.IGNORECASE | re.ASCII,
+)
+
+logger = logging.getLogger(__name__)
 
 
-def resolve(model: str | os.PathLike[str], *, revision: str | None = None, offline: bool | None = None) -> Path:
-    """Return the folder of a model given as a local folder, `org/name[@revision]` on the Hub, or `demo`; a GGUF file
-    itself.
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A model's name on the Hub: org/name[@revision], or org/name/FILE.gguf[@revision]."""
 
-    `offline` True looks in the cache alone; None leaves it to HF_HUB_OFFLINE. Raises CheckpointError with one sentence
+    repo: str
+    file: str | None = None
+    revision: str | None = None
+
+    @staticmethod
+    def parse(name: str) -> HubName | None:
+        """Return the parts of a name; None for anything else, as a path is."""
+        match = _NAME.fullmatch(name)
+        if match is None or len(name) > 500 or ".." in name:
+            return None
+        if match["file"] is None and match["repo"].lower().endswith(".gguf"):
+            return None
+        return HubName(match["repo"], match["file"], match["revision"])
+
+    def __str__(self) -> str:
+        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+
+
+def resolve(
+    model: str | os.PathLike[str], *, revision: str | None = None, offline: bool | None = None, vila: bool = False
+) -> Path:
+    """Return the folder of a model given as a local folder, `org/name[@revision]` on the Hub, or `demo`; of a GGUF
+    file, which is `org/name/FILE.gguf[@revision]` on the Hub, the file.
+
+    `offline` True looks in the cache alone; None leaves it to HF_HUB_OFFLINE. The three folders of VILA's layout are
+    downloaded with `vila` alone, for nothing but its conversion reads them. Raises CheckpointError with one sentence
     that names the remedy.
     """
     name = os.fspath(model)
     if (path := local(name)) is not None:
         return path
-    match = _HUB_ID.fullmatch(name)
-    assert match is not None
-    if match["revision"] and revision:
+    remote = HubName.parse(name)
+    assert remote is not None
+    if remote.revision and revision:
         raise CheckpointError("option_conflict", f"{name!r} already names a revision: leave out {revision!r}")
     hint = neighbours(Path(name).expanduser())
-    return _download(match["repo"], match["revision"] or revision, bool(offline), hint)
+    revision = remote.revision or revision
+    if remote.file is not None:
+        return _download_file(remote.repo, remote.file, revision, bool(offline), hint)
+    folder = _download(remote.repo, revision, bool(offline), hint, ALLOW, IGNORE)
+    whole = any(folder.glob("*.safetensors"))
+    parts = _vila_parts(folder) if vila or not whole else []
+    if vila and parts:
+        wanted = [f"{part}/{each}" for part in parts for each in ALLOW]
+        ignored = [f"{part}/*/*" for part in parts]
+        return _download(remote.repo, folder.name, bool(offline), hint, wanted, ignored)
+    if not whole and not parts:
+        raise CheckpointError(
+            "checkpoint_incomplete",
+            f"{name} has no safetensors weights on the Hub; name a GGUF file as {remote.repo}/FILE.gguf; if it has "
+            f"pickles (.bin): {CONVERT}",
+        )
+    return folder
 
 
 def local(model: str) -> Path | None:
@@ -60,10 +111,10 @@ def local(model: str) -> Path | None:
         raise CheckpointError(
             "file_wrong_kind", f"{model} is a file; give the folder that holds the model, or a .gguf file"
         )
-    match = _HUB_ID.fullmatch(model)
-    if path.suffix.lower() == ".gguf" and (match is None or path.parent.is_dir()):
+    remote = HubName.parse(model)
+    if path.suffix.lower() == ".gguf" and (remote is None or path.parent.is_dir()):
         raise CheckpointError("file_not_found", f"{model}: no such file{neighbours(path, files=True)}")
-    if match is None:
+    if remote is None:
         kind = "and it is not a Hub id (org/name)" if "/" not in model else "at that path"
         raise CheckpointError("file_not_found", f"no model folder {model!r} {kind}{neighbours(path)}")
     return None
@@ -106,14 +157,61 @@ def neighbours(path: Path, files: bool = False) -> str:
     return near(path.name, names)
 
 
-def _download(repo: str, revision: str | None, offline: bool, hint: str) -> Path:
+def _vila_parts(folder: Path) -> list[str]:
+    """Return the names of VILA's folders that a downloaded config.json speaks of; [] for another model."""
+    from attar.checkpoints.folder import CONFIG, read_config
+
+    config = read_config(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if not is_vila(config):
+        return []
+    stated = [config.get(key) for key in VILA_PARTS]
+    names = [
+        each if isinstance(each, str) else key[: -len("_cfg")] for each, key in zip(stated, VILA_PARTS, strict=True)
+    ]
+    return [glob.escape(name) for name in names if "/" not in name]  # one with a slash is refused when it is opened
+
+
+def _download_file(repo: str, file: str, revision: str | None, offline: bool, hint: str) -> Path:
+    """Return the path of a GGUF file, with its other parts, mmproj file and receipt beside it, where it has these."""
+    from attar.checkpoints.gguf.mmproj import PREFIX, path_of
+    from attar.checkpoints.gguf.parts import part_paths
+
+    parts, tower = [each.as_posix() for each in part_paths(Path(file))], path_of(Path(file)).as_posix()
+    folder = _download(repo, revision, offline, hint, [*parts, tower, file + RECEIPT], [])
+    for each in parts:
+        if not (folder / each).is_file():
+            raise CheckpointError("file_not_found", f"{repo} has no file {each} on the Hub")
+    if not offline and not (folder / tower).is_file():
+        others = [each for each in _listed(repo, folder.name) if Path(each).name.startswith(PREFIX)]
+        if others:
+            logger.warning(
+                "%s is used without images: of %s it has %s, and none is %s. To choose one, download it and %s to one "
+                "folder, and name it %s", file, repo, ", ".join(sorted(others)), tower, file, Path(tower).name,
+            )  # fmt: skip
+    return folder / file
+
+
+def _listed(repo: str, revision: str) -> list[str]:
+    """Return the names of a repository's files, [] without a network: a file in the cache needs no listing."""
+    import huggingface_hub
+
+    try:
+        return huggingface_hub.HfApi().list_repo_files(repo, revision=revision)
+    except Exception:  # any error of a client that differs between versions: the listing only serves a warning
+        return []
+
+
+def _download(
+    repo: str, revision: str | None, offline: bool, hint: str, allowed: list[str], ignored: list[str]
+) -> Path:
+    """Return the folder of a repository's files that match a pattern of `allowed` and none of `ignored`."""
     import huggingface_hub
     from huggingface_hub import errors
 
     at = f"{repo}@{revision}" if revision else repo
     try:
         folder = huggingface_hub.snapshot_download(
-            repo, revision=revision, local_files_only=offline, allow_patterns=ALLOW, ignore_patterns=IGNORE
+            repo, revision=revision, local_files_only=offline, allow_patterns=allowed, ignore_patterns=ignored
         )
     except errors.GatedRepoError as error:
         raise CheckpointError(
@@ -143,8 +241,4 @@ def _download(repo: str, revision: str | None, offline: bool, hint: str) -> Path
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError("download_failed", f"downloading {at} failed: {reason[0]}") from error
     assert isinstance(folder, str)
-    if not any(Path(folder).glob("*.safetensors")):
-        raise CheckpointError(
-            "checkpoint_incomplete", f"{at} has no safetensors weights on the Hub; if it has pickles (.bin): {CONVERT}"
-        )
     return Path(folder)

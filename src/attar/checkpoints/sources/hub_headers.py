@@ -9,46 +9,20 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
+from attar.checkpoints.folder import CONFIG, INDEX, json_object, refuse_vila
 from attar.checkpoints.safetensors import parse_header
 from attar.checkpoints.sources import hub
+from attar.checkpoints.sources.hub import HubName
 from attar.checkpoints.strict_io import CheckpointError
 
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 MOST_SAFETENSORS, MOST_GGUF = 2_000_000, 32_000_000  # bytes that are fetched, config and listing included
 FIRST_GGUF = 1_000_000  # bytes of a GGUF file that are fetched first, and doubled until its header is whole
 MOST_FILES = 512  # weight files of a model
 TIMEOUT = 20.0  # seconds without a byte
 
-_NAME = re.compile(
-    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:/(?P<file>[\w./-]+\.gguf))?(?:@(?P<revision>[\w./-]+))?",
-    re.IGNORECASE | re.ASCII,
-)
 _RANGE = re.compile(r"bytes \d+-\d+/(\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class HubName:
-    """A model's name on the Hub: org/name[@revision], or org/name/FILE.gguf[@revision]."""
-
-    repo: str
-    file: str | None = None
-    revision: str | None = None
-
-    @staticmethod
-    def parse(name: str) -> HubName | None:
-        """Return the parts of a name; None for anything else, as a path is."""
-        match = _NAME.fullmatch(name)
-        if match is None or len(name) > 500 or ".." in name:
-            return None
-        if match["file"] is None and match["repo"].lower().endswith(".gguf"):
-            return None
-        return HubName(match["repo"], match["file"], match["revision"])
-
-    def __str__(self) -> str:
-        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
 
 
 class _Remote:
@@ -131,6 +105,8 @@ def _fetch(name: HubName, folder: Path) -> Path:
     weights = [each for each in remote.files if each.endswith(".safetensors") and "/" not in each]
     weights = [each for each in weights if not each.startswith("consolidated")]
     if not weights:
+        if CONFIG in remote.files:
+            refuse_vila(Path(str(name)), json_object(_config(remote), Path(CONFIG), lenient=True))
         ggufs = [each for each in remote.files if each.lower().endswith(".gguf")]
         if len(ggufs) != 1:
             offered = f": name one of its GGUF files, as {name.repo}/{sorted(ggufs)[0]}" if ggufs else ""
@@ -141,11 +117,14 @@ def _fetch(name: HubName, folder: Path) -> Path:
         raise CheckpointError("checkpoint_too_large", f"{name} has {len(weights)} weight files; {MOST_FILES} are read")
     if CONFIG not in remote.files:
         raise CheckpointError("checkpoint_incomplete", f"{name} has no {CONFIG} on the Hub")
-    _, size = remote.read(CONFIG, 0, 1)
-    text, _ = remote.read(CONFIG, 0, size)
-    (folder / CONFIG).write_bytes(text)
+    (folder / CONFIG).write_bytes(_config(remote))
     _safetensors(remote, weights, folder)
     return folder
+
+
+def _config(remote: _Remote) -> bytes:
+    _, size = remote.read(CONFIG, 0, 1)
+    return remote.read(CONFIG, 0, size)[0]
 
 
 def _safetensors(remote: _Remote, files: list[str], folder: Path) -> None:
@@ -167,11 +146,19 @@ def _safetensors(remote: _Remote, files: list[str], folder: Path) -> None:
 
 
 def _gguf(remote: _Remote, file: str, folder: Path) -> Path:
-    """Write first bytes of a GGUF file, as many as its header has."""
-    from attar.checkpoints.gguf.file import GgufPart
+    """Write first bytes of a GGUF file, as many as its header has, and those of its mmproj file."""
+    from attar.checkpoints.gguf import mmproj
 
     if file not in remote.files:
         raise CheckpointError("file_not_found", f"{remote.name} has no file {file} on the Hub")
+    if (tower := mmproj.path_of(Path(file)).as_posix()) in remote.files:
+        _gguf_header(remote, tower, folder)
+    return _gguf_header(remote, file, folder)
+
+
+def _gguf_header(remote: _Remote, file: str, folder: Path) -> Path:
+    from attar.checkpoints.gguf.file import GgufPart
+
     path, at, wanted = folder / Path(file).name, 0, FIRST_GGUF
     size = wanted
     while True:

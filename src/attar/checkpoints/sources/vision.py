@@ -71,8 +71,8 @@ class VisionFiles:
 class MmprojFiles:
     """The tensors of an mmproj file, as `assembly.Source`."""
 
-    def __init__(self, found: mmproj.Mmproj) -> None:
-        self.config, self.file = found.config, GgufFile(found.path)
+    def __init__(self, found: mmproj.Mmproj, whole: bool = True) -> None:
+        self.config, self.file = found.config, GgufFile(found.path, whole)
         self._swapped = self._legacy()
 
     def _legacy(self) -> bool:
@@ -143,12 +143,12 @@ class StoredTower(NamedTuple):
     where: Path
 
 
-def tower_at(path: Path) -> StoredTower | None:
-    """Return the tower of a folder or a GGUF file, from headers alone; None for a model without. Raises ValueError as
-    `vision_config`, and `mmproj.read` for a GGUF file."""
+def tower_at(path: Path, whole: bool = True) -> StoredTower | None:
+    """Return the tower of a folder or a GGUF file, from headers alone; None for a model without. Without `whole`, GGUF
+    files may end behind their headers. Raises ValueError as `vision_config`, and `mmproj.read` for a GGUF file."""
     if is_gguf(path):
-        found = mmproj.read(path)
-        return None if found is None else StoredTower(found.config, MmprojFiles(found), found.path)
+        found = mmproj.read(path, whole)
+        return None if found is None else StoredTower(found.config, MmprojFiles(found, whole), found.path)
     return tower_of_folder(Folder(path))
 
 

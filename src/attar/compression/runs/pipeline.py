@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from attar.checkpoints.convert.towers import left_out
+from attar.checkpoints.gguf import mmproj
 from attar.checkpoints.gguf.writer import atomic_file, output_path
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources.hf import Checkpoint
@@ -50,6 +51,7 @@ from attar.compression.search.candidates import Candidates
 from attar.compression.search.compare_rtn import Gain
 from attar.errors import UserError
 from attar.kernels import dispatch
+from attar.model.vision.wrappers import OUTSIDE
 from attar.progress import Progress
 
 DRAFT_SHARE = 0.6
@@ -258,8 +260,11 @@ def _finished(
         warnings += chosen.warnings(reached)
         about["allocation"] = chosen.finished(reached)
     tower = output.tower if isinstance(output, FolderOutput) else None
-    if copied := towers.copied(run.source, tower):
-        about["copied"] = copied
+    if isinstance(output, GgufOutput):  # a file may lack the tower, and has norms in float32
+        copied = mmproj.stored(run.made, OUTSIDE.get(run.source.config.architecture, ()))
+    else:
+        copied = towers.copied(run.source, tower)
+    about |= {"copied": copied} if copied else {}
     vision, doubt = (None, "") if trial else tower_cost.measure(run.made, run.source, tower)
     warnings += (doubt,) if doubt else ()
     warnings += left_out(run.source.folder.path)

@@ -44,7 +44,7 @@ def measure(made: Path, source: Checkpoint, tower: QuantizedTower | None) -> tup
         assert original is not None, "its output has a tower"
         about = tower.to_dict() | {"relative_error": vision_probe.relative_error(rows, original.encode(image))}
         del original
-    return about | {"probe": vision_probe.measure(vision, _native(made, vision))}, ""
+    return about | {"probe": vision_probe.measure(vision, image, rows, _native(made, vision))}, ""
 
 
 def _native(made: Path, vision: VisionModel) -> VisionModel | None:

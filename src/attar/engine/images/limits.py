@@ -49,10 +49,11 @@ def against_images(config: VisionConfig, device: str, processes: int, draft: str
     return None
 
 
-def tower_of(path: Path) -> tuple[VisionConfig | None, str]:
-    """Return the vision tower that a checkpoint has, None without one, and why one that there is cannot be used."""
+def tower_of(path: Path, whole: bool = True) -> tuple[VisionConfig | None, str]:
+    """Return the vision tower that a checkpoint has, None without one, and why one that there is cannot be used.
+    Without `whole`, GGUF files may end behind their headers."""
     try:
-        tower = tower_at(path)
+        tower = tower_at(path, whole)
         return None if tower is None else tower.config, ""
     except UserError as error:
         return None, str(error)
@@ -72,13 +73,14 @@ def no_images(settings: Settings, config: VisionConfig) -> str | None:
     return against_images(config, settings.device, settings.tp * settings.pp, settings.draft, other)
 
 
-def tower_bytes(config: VisionConfig, dtype: str, path: Path | None = None) -> int:
+def tower_bytes(config: VisionConfig, dtype: str, path: Path | None = None, whole: bool = True) -> int:
     """Return the bytes of the weights of a tower and its projector: of linears that the model at `path` holds quantized
-    as they are stored, of all others in `dtype`. Headers are enough. Raises CheckpointError as loading does."""
+    as they are stored, of all others in `dtype`. `whole` is as in `tower_of`. Raises CheckpointError as loading
+    does."""
     total = sum(math.prod(shape) for _, _, shape in tensors(config)) * ITEM_BITS[dtype] // 8
     if path is None:
         return total
-    tower = tower_at(path)
+    tower = tower_at(path, whole)
     assert tower is not None, f"{path} has no tower"
     files = tower.files
     at = prefixes(config, files)

@@ -32,7 +32,7 @@ from attar.plan.rates.profile import MachineProfile
 from attar.plan.rates.step_time import curve_name
 
 if TYPE_CHECKING:
-    from attar.checkpoints.sources.hub_headers import HubName
+    from attar.checkpoints.sources.hub import HubName
 
 Told = Callable[[str], None]
 MAX_CONFIG = 16_000_000
@@ -48,7 +48,7 @@ def subject(name: str) -> Subject:
     if bare.is_file() and not weights:
         return _bare(name, bare)
     from attar.checkpoints.sources import hub
-    from attar.checkpoints.sources.hub_headers import HubName
+    from attar.checkpoints.sources.hub import HubName
 
     here = path.exists() or (path.suffix.lower() == ".gguf" and path.parent.is_dir())  # as `hub.resolve`
     if not here and (remote := HubName.parse(name)) is not None:
@@ -66,9 +66,8 @@ def _remote(name: str, remote: HubName) -> Subject:
     """Return a model of the Hub: from the local cache where it is whole, else by the headers of its files."""
     from attar.checkpoints.sources import hub, hub_headers
 
-    if remote.file is None:
-        with contextlib.suppress(CheckpointError):
-            return _stored(name, hub.resolve(name, offline=True))
+    with contextlib.suppress(CheckpointError):
+        return _stored(name, hub.resolve(name, offline=True))
     with tempfile.TemporaryDirectory(prefix="attar-plan-") as place:
         return _stored(name, hub_headers.fetch(remote, Path(place)), whole=False)
 
@@ -77,8 +76,9 @@ def _stored(name: str, path: Path, whole: bool = True) -> Subject:
     from attar.checkpoints.sources.opening import stored
     from attar.engine.images.limits import tower_bytes, tower_of
 
-    (config, storage), vision = stored(path, whole), tower_of(path)[0]
-    return Subject(name, config, storage, vision, 0 if vision is None else tower_bytes(vision, storage.dtype, path))
+    (config, storage), vision = stored(path, whole), tower_of(path, whole)[0]
+    tower = 0 if vision is None else tower_bytes(vision, storage.dtype, path, whole)
+    return Subject(name, config, storage, vision, tower)
 
 
 def _bare(name: str, path: Path) -> Subject:
