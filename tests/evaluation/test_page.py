@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from attar.cli.main import app
 from attar.compression.request.request import Target, parse_candidates
 from attar.compression.runs.pipeline import compress
 from attar.evaluation import page
-from attar.evaluation.outputs import read
+from attar.evaluation.outputs import Speed, read
 from tests.errors import user_error
+from tests.lab.browser import Browser, need_chromium
 
 HOSTILE = '<img src=x onerror="alert(1)">{{ 1009 * 1013 }}</script>\u202e&amp;'
 BENCH = {"decode_tok_s": 31.25, "prefill_tok_s": 700.0, "batch": 1, "threads": 2, "isa": "amx"}
@@ -40,6 +41,8 @@ LOADS = {
     "image",
 }
 VOID = {"meta", "br"}
+LOOK = (Path(__file__).parents[1] / "lab" / "look.js").read_text()
+LEAST_TEXT = 9  # CSS pixels of a line of a chart's text
 
 
 class Seen(HTMLParser):
@@ -49,6 +52,8 @@ class Seen(HTMLParser):
         super().__init__()
         self.tags: set[str] = set()
         self.attributes: set[str] = set()
+        self.ids: list[str | None] = []
+        self.links: list[str | None] = []
         self.text = ""
         self.marks: dict[str, dict[str, list[tuple[float, float]]]] = {}
         self._open: list[str] = []
@@ -61,6 +66,8 @@ class Seen(HTMLParser):
         self.tags.add(tag)
         given = dict(attrs)
         self.attributes |= given.keys()
+        self.ids += [given["id"]] if "id" in given else []
+        self.links += [given["href"]] if "href" in given else []
         if tag == "figure":
             self._title = ""
         if "data-x" in given:
@@ -104,6 +111,13 @@ def outputs(tiny: Path, calibration: list[list[int]], tmp_path_factory: pytest.T
             intervals={"kl_mean": [kl / 2, kl * 2]}, protocol={"context": 32, "stride": 32, "bos": None},
         )  # fmt: skip
     return made
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    need_chromium()
+    with Browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
 
 
 def test_every_number_drawn_is_the_receipts(outputs: dict[str, Path]) -> None:
@@ -228,7 +242,9 @@ def test_the_page_loads_nothing(outputs: dict[str, Path]) -> None:
     text = page.html(page.Contents([read(path) for path in outputs.values()]))
     seen = Seen(text)
     assert not seen.tags & LOADS
-    assert not seen.attributes & {"src", "href", "srcset", "action", "onload", "onerror", "onclick"}
+    assert seen.links
+    assert set(seen.links) <= {f"#{each}" for each in seen.ids}, "only places of the page itself"
+    assert not seen.attributes & {"src", "srcset", "action", "onload", "onerror", "onclick"}
     assert not re.search(r"https?:|//|url\(|@import", text)
     assert "default-src &#39;none&#39;" in text or "default-src 'none'" in text
 
@@ -336,30 +352,26 @@ def test_the_command(demo: Path, tmp_path: Path) -> None:
     assert report().exit_code == 0, "its own is replaced"
 
 
-BROWSER = """
-import sys
-from playwright.sync_api import sync_playwright
-with sync_playwright() as playwright:
-    browser = playwright.chromium.launch(executable_path=sys.argv[2], args=["--no-sandbox"])
-    for width in (1280, 390):
-        page = browser.new_page(viewport={"width": width, "height": 800})
-        asked = []
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("console", lambda line: asked.append(line.text))
-        page.goto(sys.argv[1])
-        assert asked == [sys.argv[1]], asked
-        assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), width
-    browser.close()
-"""
-
-
-def test_in_a_browser(outputs: dict[str, Path], tmp_path: Path) -> None:
-    """It asks for nothing, complains of nothing, and a phone is wide enough."""
-    python = Path(__file__).parents[2] / ".venv-clients" / "bin" / "python"
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None or not python.exists():
-        pytest.skip("no chromium, or no playwright to drive it")
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [320, 700, 1280])
+def test_the_look(browser: Browser, outputs: dict[str, Path], tmp_path: Path, width: int, dark: bool) -> None:
+    """It asks for nothing, complains of nothing, and a phone is wide enough for texts that can be read."""
+    found = [read(path, Speed(31.25, 700.0, 1, 2, "amx")) for path in outputs.values()]
     out = tmp_path / "page.html"
-    out.write_text(page.html(page.Contents([read(path) for path in outputs.values()])), encoding="utf-8")
-    done = subprocess.run([python, "-c", BROWSER, out.as_uri(), chromium], capture_output=True, text=True, timeout=120)
-    assert not done.returncode, done.stderr[-2000:]
+    out.write_text(page.html(page.Contents(found)), encoding="utf-8")
+    browser.open("about:blank")
+    browser.errors.clear()
+    browser.requests.clear()
+    browser.show(width, dark=dark)
+    browser.open(out.as_uri())
+    seen = browser.run(LOOK)
+    assert (browser.errors, browser.requests) == ([], [out.as_uri()])
+    assert seen["wide"] <= 0
+    assert [seen[each] for each in ("pale", "faint", "twice")] == [[], [], []]
+    texts = (
+        "[...document.querySelectorAll('figure > svg text:not([transform])')].filter(e => e.getClientRects().length)"
+    )
+    assert browser.run(f"Math.min(...{texts}.map(e => e.getBoundingClientRect().height))") >= LEAST_TEXT
+    table = "document.getElementById('summary').parentElement"
+    assert browser.run(f"{table}.scrollWidth <= {table}.clientWidth") or width < 1280
+    assert "gradient" in browser.run(f"getComputedStyle({table}).backgroundImage"), "which shows that it scrolls"

@@ -36,11 +36,17 @@
   const faint = marks
     .filter(each => {
       const style = getComputedStyle(each),
-        colour = each.classList.contains("line") ? style.stroke : style.fill;
+        colour = each.matches(".line, .hollow") ? style.stroke : style.fill;
       return contrast(parse(colour), behind(each)) < 3;
     })
     .map(each => each.getAttribute("class"));
   const inputs = [...document.querySelectorAll("main input, main select")];
+  const pen = document.createElement("canvas").getContext("2d");
+  const cut = [...document.querySelectorAll("main select:not([hidden])")].filter(each => {
+    pen.font = getComputedStyle(each).font;
+    return pen.measureText(each.selectedOptions[0].text).width + 36 > each.clientWidth; // padding and arrow
+  });
+  const axes = [...document.querySelectorAll("main svg:has(.axis)")];
   const ids = [...document.querySelectorAll("[id]")].map(each => each.id);
   return {
     wide: document.documentElement.scrollWidth - document.documentElement.clientWidth,
@@ -55,6 +61,9 @@
     ).length,
     tables: document.querySelectorAll("#figures table").length,
     twice: ids.filter((each, i) => ids.indexOf(each) !== i),
+    cut: cut.map(each => each.id),
+    bare: axes.filter(each => each.querySelectorAll(".tick[text-anchor=end]").length < 2).length, // an axis without a scale
+    covered: document.querySelectorAll("main svg .label ~ :is(.line, .mark)").length,
     small: [...document.querySelectorAll("button, select, main input")].filter(
       each => each.getClientRects().length && each.getBoundingClientRect().height < 16
     ).length,

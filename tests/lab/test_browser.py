@@ -60,7 +60,8 @@ def test_every_simulator_has_its_parts(browser: Browser, address: str, width: in
         assert browser.errors == []
         assert seen["wide"] <= 0, f"{lab} is too wide for {width}"
         assert [seen[each] for each in ("pale", "faint", "nameless", "twice")] == [[], [], [], []], lab
-        assert (seen["unlabelled"], seen["small"]) == (0, 0), lab
+        assert [seen[each] for each in ("unlabelled", "small", "bare", "covered")] == [0] * 4, lab
+        assert seen["cut"] == [], lab
         assert all(seen[each] for each in ("tables", "marks", "formulas", "sources", "omits")), lab
         assert not [each for each in seen["formulas"] if "NaN" in each or "undefined" in each], lab
 
@@ -73,6 +74,12 @@ def test_the_look_itself_sees(browser: Browser, address: str) -> None:
     browser.run("document.querySelector('#controls label').remove()")
     seen = browser.run(LOOK)
     assert all(seen[each] for each in ("pale", "faint", "nameless"))
+    visit(browser, f"{address}#roofline")
+    browser.run("document.querySelectorAll('.tick').forEach(each => each.remove())")
+    browser.run("document.querySelectorAll('svg .label').forEach(each => each.parentElement.prepend(each))")
+    browser.run("document.querySelector('#controls select').style.maxWidth = '5rem'")
+    seen = browser.run(LOOK)
+    assert all(seen[each] for each in ("bare", "covered", "cut"))
 
 
 def test_nothing_is_loaded(browser: Browser, address: str) -> None:

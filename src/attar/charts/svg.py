@@ -16,7 +16,7 @@ _LIGHT, _DARK = ("".join(f" --c{i}: {pair[theme]};" for i, pair in enumerate(COL
 
 THEMES = f"""\
   :root {{ color-scheme: light dark; --ink: #1d2129; --paper: #fbfaf7; --card: #fff; --line: #d9d5cb; --grid: #ece8df;
-          --soft: #6d6a63;{_LIGHT} }}
+          --soft: #6d6a63; --under: var(--card);{_LIGHT} }}
   @media (prefers-color-scheme: dark) {{ :root {{ --ink: #e9e5dc; --paper: #17181b; --card: #1e1f23; --line: #3a3b41;
           --grid: #2c2d32; --soft: #a19d94;{_DARK} }} }}"""
 """CSS variables of a page with charts: its ink, papers and lines, and the colours of series."""
@@ -24,6 +24,11 @@ THEMES = f"""\
 STYLE = f"""\
   .key {{ display: flex; flex-wrap: wrap; gap: .15rem 1.1rem; font-size: .85rem; margin: .25rem 0 .5rem; }}
   .key .sample {{ width: 24px; height: 14px; vertical-align: -2px; margin-right: .35rem; }}
+  .scroll {{ overflow-x: auto; background: linear-gradient(90deg, var(--under) 50%, transparent) 0 / 2rem 100%,
+          linear-gradient(-90deg, var(--under) 50%, transparent) 100% / 2rem 100%,
+          linear-gradient(90deg, var(--soft), transparent) 0 / .4rem 100%,
+          linear-gradient(-90deg, var(--soft), transparent) 100% / .4rem 100%, var(--under);
+          background-attachment: local, local, scroll, scroll, scroll; background-repeat: no-repeat; }}
   svg text {{ font: 11px system-ui, sans-serif; fill: var(--ink); }}
   svg .tick, svg .name {{ fill: var(--soft); }}
   svg .label {{ paint-order: stroke; stroke: var(--card); stroke-width: 3px; }}

@@ -48,7 +48,7 @@ def html(contents: Contents) -> str:
     outputs = sorted(contents.outputs, key=lambda each: each.bytes)
     architectures = sorted({each.architecture for each in outputs})
     plain = " or ".join(page_charts.plain(outputs))
-    # The errors are unfolded of the first output that differs from the plain way, else of the first.
+    # The errors are unfolded of the first output that differs from the baseline, else of the first.
     differ = (each for each in outputs if each.gain is not None and round(each.gain, 2) != 1)
     unfolded = next(differ, next(iter(outputs), None))
     return environment.from_string(text).render(
@@ -125,7 +125,7 @@ def _summary(outputs: Sequence[Compressed]) -> dict[str, Any]:
         "acceptance (EAR)": figure("ear", ".1%"),
         "bits/weight": [Cell(f"{each.bits_per_weight:.3f}") for each in outputs],
         "decode, tokens/s": [None if each.speed is None else Cell(f"{each.speed.decode:.1f}") for each in outputs],
-        "error / plain": [None if each.gain is None else Cell(f"{each.gain:.3f}") for each in outputs],
+        "error / baseline": [None if each.gain is None else Cell(f"{each.gain:.3f}") for each in outputs],
     }
     columns = {name: cells for name, cells in columns.items() if any(cells)}
     rows = [[cell or Cell("-") for cell in row] for row in zip(*columns.values(), strict=True)]
@@ -135,9 +135,9 @@ def _summary(outputs: Sequence[Compressed]) -> dict[str, Any]:
         note += f"The original's perplexity is {base.pop():.4f}. "
     if "KL behind images" in columns:
         note += "KL behind images is the mean on texts behind images, as recorded, with intervals over images. "
-    if "error / plain" in columns:
+    if "error / baseline" in columns:
         way = " or ".join(page_charts.plain(outputs))
-        note += f"Last: the geometric mean over linears of the error as stored over that of the plain way: {way}."
+        note += f"Last: the geometric mean over linears of the error as stored over the baseline's: {way}."
     return {"names": list(columns), "rows": rows, "note": note}
 
 
@@ -171,7 +171,11 @@ def _warnings(outputs: Sequence[Compressed]) -> list[str]:
             "These models were measured on different texts, originals or protocols: figures compare within a chart, "
             "not between charts."
         )
-    return found + [f"{each.label}: {warning}." for each in outputs for warning in each.warnings]
+    labels: dict[str, list[str]] = {}
+    for each in outputs:
+        for warning in each.warnings:
+            labels.setdefault(warning, []).append(each.label)
+    return found + [f"{', '.join(some)}: {warning}." for warning, some in labels.items()]
 
 
 # --- what it cost against what it saved -------------------------------------------------------------------------------
@@ -186,9 +190,9 @@ def _shown_trade_off(outputs: Sequence[Compressed], pieces: Sequence[Chart]) -> 
     if speed is not None:
         machine = f" Speed: {_count(speed.batch, 'sequence')}, {_count(speed.threads, 'thread')}, {speed.isa}."
     return {
-        "title": "What it cost, and what it saved",
+        "title": "KL against size, bits and speed" if speed is not None else "KL against size and bits",
         "lead": f"Mean KL divergence from the original over {evaluation.get('tokens')} tokens{cut}, with 95 % "
-        f"intervals: the lower the better. No model on the dashed line is beaten in both by another.{machine}",
+        f"intervals: the lower the better. The dashed line is the Pareto front: no model is better in both.{machine}",
         "key": Markup(key(pieces[0].series)),
         "charts": [_drawn(each) for each in pieces],
     }
@@ -236,7 +240,7 @@ def _layers(output: Compressed, shown: bool) -> dict[str, Any]:
          f"{each.error / each.rtn_error:.3f}" if each.rtn_error else "-")
         for each in output.layers
     ]  # fmt: skip
-    gain = f", {output.gain:.2f} of the plain way's error on average" if output.gain is not None else ""
+    gain = f", {output.gain:.2f} of the baseline's error on average" if output.gain is not None else ""
     note = f"{len(rows)} linears{gain}"
     drawn = [_drawn(each) for each in page_charts.error_charts(output)]
     return {"label": output.label, "note": note, "charts": drawn, "rows": rows, "shown": shown}

@@ -54,7 +54,7 @@ def _trade_off(
     """Return a chart of KL over `xs`, a colour a method; a line joins the points on the Pareto front."""
     kl = [each.figures["kl_mean"] for each in outputs]
     best = front([(-x if faster else x, one.value) for x, one in zip(xs, kl, strict=True)])
-    series = [Series("beaten by none", [Point(xs[i], kl[i].value) for i in best], SOFT, "line", dashed=True)]
+    series = [Series("Pareto front", [Point(xs[i], kl[i].value) for i in best], SOFT, "line", dashed=True)]
     for number, method in enumerate(sorted({_method(each) for each in outputs})):
         points = [
             Point(x, one.value, each.label, one.low, one.high)
@@ -76,17 +76,17 @@ def _method(output: Compressed) -> str:
 
 
 NEAREST, SMALLEST = "rounded to nearest", "smallest left out"
-"""The plain ways to store a linear, shown beside a method's result."""
+"""The baselines of storing a linear, shown beside a method's result."""
 
 
 def plain(outputs: Iterable[Compressed]) -> list[str]:
-    """Return the plain ways that apply to some outputs."""
+    """Return the baselines that apply to some outputs."""
     pruned = {layer.pruned for each in outputs for layer in each.layers}
     return [name for name, is_it in ((NEAREST, False), (SMALLEST, True)) if is_it in pruned] or [NEAREST]
 
 
 def error_series(pairs: Iterable[tuple[int, str, float, float]], way: str) -> list[Series]:
-    """Return the series of (block, name, error, error of the plain way); `way` names the plain way."""
+    """Return the series of (block, name, error, error of the baseline); `way` names the baseline."""
     some = list(pairs)
     return [
         Series(way, [Point(at, rtn, name) for at, name, _, rtn in some], SOFT, dashed=True, hollow=True),

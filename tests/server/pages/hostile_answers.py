@@ -46,8 +46,16 @@ PARTS = (
     "Title\n===\n\n    four\n\tfive\r\n\r\nsix\r",
     "- a\n\n  b\n- c\n> d\ne\n\nf",
     "~~a *b~~ c* _d_e_ __f__g",
+    f"[a](&#106;ava&#x73;cript&colon;{RUN})",
+    f"[a](&#x2f;&#47;elsewhere.invalid) &lt;img src=x onerror={RUN}&gt;",
+    "&#x202e;cod.exe &#8294;x &#0; &#xd83d; &#x110000; &#9999999; &constructor; &__proto__; &amp",
+    f"    <img src=x onerror={RUN}>\n\n\t<script>{RUN}</script>\n  \n      &amp;\n   \nx",
+    f"<img src=x onerror={RUN}>\nb\n== \n&#45;--\n-- \n\n---",
+    "a\n-\n-\n- b\n  =\n\n      c\n    \n      d\n> e\n=\n-",
+    "1.\ta\n\n\t\tb\n\t\t\n\t \tc\n2.     d\n>\t\te\n> -\t\tf",
+    "```\n\ta\n\n    ```\n\n ```\n    b\nc\n    d\n | -\n    -|-\n    e|f\n    g",
 )
-"""Forty short ones."""
+"""Forty-eight short ones."""
 
 AROUND = ("{}", "> {}", "- a\n  1. {}", "**{}**", "[{}](http://x.invalid)")
 
@@ -83,10 +91,23 @@ COSTLY = (
     "[a](http://x " + " " * LONG,
     "*[" * (LONG // 2) + "](http://x)*" * 50,
     "x" * 8191 + "\U0001f600" * 5000,
+    "&" * LONG,
+    "&#" * (LONG // 2),
+    "&a" * (LONG // 2) + ";",
+    "&amp;" * (LONG // 5),
+    "a\n=\n" * (LONG // 4),
+    "a\nb\n--\n" * (LONG // 8),
+    "a\n" + "=" * LONG,
+    "    a\n" * (LONG // 6),
+    "    a\n\n" * (LONG // 7),
+    "    a" + "\n" * LONG + "    b",
+    "    a\n" + " " * LONG + "\n    b",
+    "\t" * LONG + "x",
+    "- a\n" + "\t" * LONG + "x",
 )
 """Long ones, of characters that a slower reader would search for again and again."""
 
 
 def answers() -> list[str]:
-    """Return two hundred short ones, each part in each surrounding."""
+    """Return short ones, each part in each surrounding."""
     return [around.format(part) for around in AROUND for part in PARTS]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,7 +64,7 @@ def told(page: Browser, text: str, *deltas: dict[str, Any] | str, size: int = 7)
 def test_hostile_answers_are_text_however_they_are_cut(page: Browser) -> None:
     chance = random.Random(1)
     texts = answers()
-    assert len(texts) == 200
+    assert len(texts) == 240
     cuts = [[1], [2, 3], [chance.randint(1, 40) for _ in range(50)]]
     page.run(f"window.texts = {json.dumps(texts)}; window.cuts = {json.dumps(cuts)}")
     wrong = page.run("texts.map(text => [text, wrong(drawn(text, [1e9]))]).filter(each => each[1].length)")
@@ -127,6 +129,50 @@ def test_markdown(page: Browser) -> None:
     assert drawn("(see http://x.invalid/).") == f"<p>(see {link}http://x.invalid/</a>).</p>"
     assert drawn("![a](http://x.invalid)") == f"<p>{link}image: a</a></p>"
     assert page.run("drawn('```js\\na\\n\\n  b\\n```\\nc', [1e9]).querySelector('code').textContent") == "a\n\n  b"
+    assert drawn("*A*\n===\n\nb\nc\n--\nd\n- \n=") == "<h3><em>A</em></h3><h4>b\nc</h4><h4>d</h4><p>=</p>"
+    assert drawn("> a\n---\n- b\n  -\n- c\n===") == (
+        "<blockquote><p>a</p></blockquote><hr><ul><li><h4>b</h4></li><li><p>c\n===</p></li></ul>"
+    )
+    assert drawn("a\n-") == "<p>a\n-</p>", "it may become a list"
+    assert drawn("a\n- b") == "<p>a</p><ul><li><p>b</p></li></ul>"
+    assert drawn("a\n-\nb") == "<h4>a</h4><p>b</p>"
+
+
+@pytest.mark.parametrize(
+    ("text", "codes", "words"),
+    [
+        ("    a\n\n\n      b  \n  \n\nc", ["a\n\n\n  b  "], ["c"]),
+        ("a\n    b\n\n\tc\n\t\td\n # e", ["c\n\td"], ["a\nb", "e"]),
+        ("- a\n\n      b\n\n    c\n-     d\n\n\t\te", ["b", "d\n\n  e"], ["a", "c"]),
+        ("1. a\n\t- b\n\t\t- c\n\n\t\t\t d\n-\te", [], ["a", "b", "c", "d", "e"]),
+        (">     a\n>\n>     b\n\n    c\n> \td", ["a\n\nb", "c", "d"], []),
+        ("```make\na:\n\tb\n```\n- ```\n  a:\n  \tb\n\tc\n  ```", ["a:\n\tb", "a:\n\tb\n  c"], []),
+        ("    a\n# b\n    c\n```\nd\n```\n    ```", ["a", "c", "d", "```"], ["b"]),
+    ],
+)
+def test_code_by_indentation(page: Browser, text: str, codes: list[str], words: list[str]) -> None:
+    page.run(f"window.made = drawn({json.dumps(text)}, [3])")
+    assert page.run("[...made.querySelectorAll('pre code')].map(each => each.textContent)") == codes
+    assert page.run("[...made.querySelectorAll('p, h3')].map(each => each.textContent)") == words
+
+
+def test_references_of_characters(page: Browser) -> None:
+    def shown(text: str) -> Any:
+        return page.run(f"drawn({json.dumps(text)}, [1]).textContent")
+
+    names = page.run("[...NAMED.keys()]")
+    assert len(names) > 200
+    assert {each: shown(f"a&{each};b") for each in names} == {each: f"a{html.unescape(f'&{each};')}b" for each in names}
+    assert shown("&lt;b&gt; &quot;Q&amp;A&quot; it&#39;s &#x27;x&#X27; &#8212;") == "<b> \"Q&A\" it's 'x' \u2014"
+    assert shown("&#0; &#xD800; &#x110000;") == "\ufffd \ufffd \ufffd"
+    as_written = "AT&T &unknown; &amp &#; &#x; &#12345678; &; a&b;c &constructor;"
+    assert shown(as_written) == as_written
+    assert shown("`&amp;` \\&amp; &#42;a&#42;") == "&amp; &amp; *a*"
+    assert shown("    &amp;\n\n```\n&lt;\n```").replace("codeCopy", " ") == " &amp; &lt;"
+    assert shown("# a &lt; b\n\nc &gt; d\n==\n\na | b\n--|--\n&le; | &#124;") == "a < bc > dab\u2264|"
+    assert page.run("drawn('[a](http://x.invalid/?a=1&amp;b=2)', [1e9]).querySelector('a').href") == (
+        "http://x.invalid/?a=1&b=2"
+    )
 
 
 def test_code_is_copied_as_it_is(page: Browser) -> None:
@@ -186,13 +232,17 @@ def test_tools_reasoning_and_json_show_as_what_they_are(page: Browser) -> None:
     assert page.run("$('text').placeholder") == "Result of look"
     told(page, "sunny", "not asked yet")
     assert page.run("$('text').placeholder") == "Result of <b>"
-    told(page, "cold", "It is sunny.")
+    told(page, '{"celsius": -3, "<b>": 1}', "It is sunny.")
+    assert page.run("[...talk.querySelectorAll('.tool')].map(each => each.textContent)") == [
+        "Result of looksunny",
+        'Result of <b>JSONCopy{\n  "celsius": -3,\n  "<b>": 1\n}',
+    ]
     sent = page.run("asked.at(-1)")
     assert sent["tools"][0]["function"]["name"] == "look"
     call, *results = sent["messages"][1:]
     assert call["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at": 1}'}
     assert [(each["role"], each["tool_call_id"], each["content"]) for each in results] == [
-        ("tool", "c1", "sunny"), ("tool", "c2", "cold")
+        ("tool", "c1", "sunny"), ("tool", "c2", '{"celsius": -3, "<b>": 1}')
     ]  # fmt: skip
     page.run("$('tools').value = '[wrong'")
     told(page, "broken", "never")
@@ -251,6 +301,15 @@ def test_a_key_is_asked_for_and_never_kept(browser: Browser, start: Callable[...
     browser.until("$('login').hidden && $('model').textContent.includes('tokens')")
     told(browser, "hello", "hi")
     assert KEY not in browser.run("JSON.stringify([{ ...localStorage }, { ...sessionStorage }])")
+
+
+def test_a_rate_is_shown_of_what_took_a_while(page: Browser) -> None:
+    told(page, "quick", "a", "b", "c")
+    assert page.run("talk.querySelector('.note').textContent") == "3 tokens"
+    page.run("const now = performance.now.bind(performance); performance.now = () => 1000 * now()")
+    told(page, "slow", "a", "b", "c")
+    note = page.run("[...talk.querySelectorAll('.note')].at(-1).textContent")
+    assert re.fullmatch(r"3 tokens, \d+\.\d per second", note)
 
 
 def test_an_example_is_asked(page: Browser) -> None:

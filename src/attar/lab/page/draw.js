@@ -88,7 +88,8 @@ const ticks = (low, high, log) => {
     for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++)
       for (const each of all) found.push(each * 10 ** power);
     const inside = found.filter(each => each >= low * 0.999 && each <= high * 1.001);
-    return inside.filter((_, i) => i % Math.ceil(inside.length / 7) === 0);
+    if (inside.length > 2 || high / low > 10)
+      return inside.filter((_, i) => i % Math.ceil(inside.length / 7) === 0);
   }
   const rough = (high - low) / 5 || 1,
     power = 10 ** Math.floor(Math.log10(rough));
@@ -163,10 +164,11 @@ function chart({ title, x, y, series, rules = [], summary }) {
       y.label
     )
   );
+  const labels = []; // above the lines
   for (const rule of rules) {
-    if (Number.isFinite(rule.x) && rule.x >= x0 && rule.x <= x1)
-      parts.push(
-        s("path", { class: "rule", d: `M${px(rule.x)} ${top}V${height - bottom}`, "data-rule": rule.x }),
+    if (Number.isFinite(rule.x) && rule.x >= x0 && rule.x <= x1) {
+      parts.push(s("path", { class: "rule", d: `M${px(rule.x)} ${top}V${height - bottom}`, "data-rule": rule.x }));
+      labels.push(
         s(
           "text",
           {
@@ -178,11 +180,11 @@ function chart({ title, x, y, series, rules = [], summary }) {
           rule.label
         )
       );
-    if (Number.isFinite(rule.y) && rule.y >= y0 && rule.y <= y1)
-      parts.push(
-        s("path", { class: "rule", d: `M${left} ${py(rule.y)}H${width - right}`, "data-rule": rule.y }),
-        s("text", { class: "label", x: width - right, y: py(rule.y) - 4, "text-anchor": "end" }, rule.label)
-      );
+    }
+    if (Number.isFinite(rule.y) && rule.y >= y0 && rule.y <= y1) {
+      parts.push(s("path", { class: "rule", d: `M${left} ${py(rule.y)}H${width - right}`, "data-rule": rule.y }));
+      labels.push(s("text", { class: "label", x: width - right, y: py(rule.y) - 4, "text-anchor": "end" }, rule.label));
+    }
   }
   const legend = [];
   drawn.forEach((each, i) => {
@@ -223,6 +225,7 @@ function chart({ title, x, y, series, rules = [], summary }) {
       )
     );
   });
+  parts.push(...labels);
   const xs = [...new Set(drawn.flatMap(each => each.points.map(p => p[0])))].sort((a, b) => a - b);
   const known = drawn.map(each => new Map(each.points.map(p => [p[0], p[1]])));
   const rows = xs.map(v => [num(v, 5), ...known.map(each => (each.has(v) ? num(each.get(v), 5) : ""))]);

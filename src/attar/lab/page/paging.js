@@ -230,7 +230,9 @@ labs.push({
           states.length ? "measured here" : "not measured",
           states.length
             ? `Blocks: ${totals[1]} active, ${totals[2]} cached, ${totals[0]} free`
-            : "Blocks of a server: open /lab on one"
+            : data.live
+              ? "Blocks of this server: it has run nothing yet"
+              : "Blocks of a server: open /lab on one"
         ],
         ["source", "Kwon et al. 2023, arXiv:2309.06180"]
       ],

@@ -105,6 +105,9 @@ function open(lab, given = {}) {
   paint();
 }
 
+// A text with its commands, which stand in backticks.
+const coded = text => text.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
+
 function paint() {
   const measured = Math.floor($("figures").clientWidth) - 26;
   if (measured > 0) wide = Math.min(900, measured);
@@ -124,7 +127,7 @@ function paint() {
     ...drawn.formulas.flatMap(([name, text]) => [h("dt", {}, name), h("dd", {}, plain(text))])
   );
   $("sources").replaceChildren(
-    ...drawn.sources.map(([badge, text]) => h("li", {}, h("i", { class: "badge" }, badge), " " + plain(text)))
+    ...drawn.sources.map(([badge, text]) => h("li", {}, h("i", { class: "badge" }, badge), " ", coded(plain(text))))
   );
   $("omits").replaceChildren(...drawn.omits.map(text => h("li", {}, text)));
   return drawn.summary;

@@ -1,6 +1,7 @@
 """The chat page as the server gives it: one HTML file made of the parts in `chat/`, which loads nothing.
 
-`markdown.js` draws answers, `store.js` keeps conversations in the browser, `chat.js` talks, and `engine.js` watches.
+`markdown.js` draws answers and `inline.js` their text, `store.js` keeps conversations in the browser, `chat.js` talks,
+and `engine.js` watches.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import base64
 import hashlib
 import importlib.resources
 
-SCRIPTS = ("markdown", "store", "chat", "engine", "start")
+SCRIPTS = ("inline", "markdown", "store", "chat", "engine", "start")
 """The parts of the page's script, in their order."""
 
 

@@ -69,6 +69,12 @@ function call({ function: { name, arguments: given } }) {
   return make("div", { className: "call" }, make("p", { textContent: visible(`Calls ${name}`) }), json(structured(given) ?? given));
 }
 
+function result({ content, tool_call_id }) {
+  const made = chat.items.flatMap(each => each.tool_calls || []).find(each => each.id === tool_call_id), found = structured(content);
+  const title = make("p", { textContent: visible(`Result of ${made ? made.function.name : "a tool"}`) });
+  return [title, found ? json(found) : make("div", { textContent: visible(content) })];
+}
+
 function thought(text) {
   const words = make("div", { textContent: visible(text) });
   return [make("details", { className: "thought" }, make("summary", { textContent: "Reasoning" }), words), words];
@@ -103,7 +109,7 @@ const onlyLastAgain = () => [...talk.querySelectorAll(".again")].forEach(each =>
 
 function add(item) {
   onlyLastAgain();
-  if (item.role === "tool") return turn("tool", visible(`Result: ${item.content}`));
+  if (item.role === "tool") return turn("tool", ...result(item));
   const pictures = imagesOf(item).map(src => Object.assign(new Image(), { src, alt: "an image of this message" }));
   const made = turn(item.role + (item.plain ? " plain" : ""), ...(item.role === "user" ? [...pictures, visible(textOf(item))] : body(item)));
   acts(item);
@@ -308,9 +314,9 @@ async function ask(back) {
       if (live.take(choice) && !first) $("ttft").textContent = Math.round((first = performance.now()) - began) + " ms";
     }
   } catch (error) { failed = error; }
-  const seconds = (performance.now() - (first || began)) / 1000, item = live.end(), stopped = failed && failed.name === "AbortError";
-  const figures = `${tokens} token${tokens === 1 ? "" : "s"}, ${(tokens / Math.max(seconds, 1e-3)).toFixed(1)} per second`;
-  const note = stopped ? "stopped" : failed ? "" : figures + (reason === "length" ? ", cut at the limit" : "");
+  const seconds = (performance.now() - first) / 1000, item = live.end(), stopped = failed && failed.name === "AbortError";
+  const rate = first && tokens > 1 && seconds >= 0.1 ? `, ${((tokens - 1) / seconds).toFixed(1)} per second` : ""; // else it means little
+  const note = stopped ? "stopped" : failed ? "" : `${tokens} token${tokens === 1 ? "" : "s"}${rate}` + (reason === "length" ? ", cut at the limit" : "");
   if (item) asked.items.push(Object.assign(item, { note }));
   else asked.items = back.items;
   running = null;

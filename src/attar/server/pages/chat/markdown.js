@@ -1,160 +1,24 @@
-// Markdown of answers. Nodes are made one by one: what a model writes becomes text, never markup, and no picture is
-// loaded. An answer is read by lines, and each line changes the end of the document only. The last line may still grow:
-// it is drawn on trial, and taken back before more is read. Thus an answer looks the same however it is cut, and costs
-// its length: a line is read in parts of PIECE characters, and emphasis, links and code spans end with their piece.
-const PIECE = 8192, DEEP = 10, OPENERS = 24;
-const REORDERING = /[\u202a-\u202e\u2066-\u2069]/g; // text after them is not where it seems to be
-const SPECIAL = /[\\`*_~[\]<]|https?:\/\//gi;
-const TARGET = /\(\s{0,9}<?([^\s<>()]{0,2048}(?:\([^\s<>()]{0,512}\)[^\s<>()]{0,512})?)>?(?:\s{1,9}["'][^"'\n]{0,512}["'])?\s{0,9}\)/y;
-const POINTED = /<(https?:\/\/[^\s<>]{1,2048})>/iy;
-const BARE = /https?:\/\/[^\s<>"`|\\[\]]{1,2048}/iy;
-const QUOTE = /^ {0,3}> ?/, ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?:( {1,4})(?! )| |$)/;
-const HEADING = /^ {0,3}(#{1,6})(?= |$)/, RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/;
+// Markdown of answers. An answer is read by lines, and each line changes the end of the document only. The last line may
+// still grow: it is drawn on trial, and taken back before more is read. Thus an answer looks the same however it is cut,
+// and costs its length: a line is read in parts of PIECE characters, and what `inline` finds ends with its piece.
+const PIECE = 8192, DEEP = 10;
+const QUOTE = /^ {0,3}>[ \t]?/, ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?:( {1,4})(?![ \t])|[ \t]|$)/;
+const HEADING = /^ {0,3}(#{1,6})(?= |$)/, UNDERLINE = /^ {0,3}(=+|-+)[ \t]*$/, RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/;
 const FENCE = /^( {0,3})(`{3,}|~{3,})(.*)$/;
+const INDENT = 4; // columns before code without a fence
 
-function make(tag, properties = {}, ...children) {
-  const node = Object.assign(document.createElement(tag), properties);
-  node.append(...children);
-  return node;
-}
-
-const visible = text => text.replace(REORDERING, each => `\u27e8U+${each.charCodeAt(0).toString(16).toUpperCase()}\u27e9`);
-
-function address(text) {
-  if (!/^https?:\/\//i.test(text)) return null;
-  try { return new URL(text).href; } catch { return null; }
-}
-
-const link = href => make("a", { href, title: href, target: "_blank", rel: "noopener noreferrer" });
-
-// The next run of as many backticks, by the place of a run.
-function ticks(text) {
-  const runs = [...text.matchAll(/`+/g)].reverse(), last = new Map(), next = new Map();
-  for (const { 0: run, index } of runs) {
-    next.set(index, last.get(run.length));
-    last.set(run.length, index);
-  }
-  return next;
-}
-
-function runAt(text, at) {
-  let end = at + 1;
-  while (text[end] === text[at]) end++;
-  return text.slice(at, end);
-}
-
-// Emphasis, code spans and links of a piece of text, as a fragment. `open` holds what may still be closed: at most
-// OPENERS, and each opener that is closed drops those above it. So nothing is searched for twice, or nested deeply.
-function inline(text) {
-  const out = [], next = ticks(text);
-  let open = [], at = 0;
-  const opens = (key, literal) => {
-    if (open.length === OPENERS) open.shift();
-    open.push({ key, at: out.length });
-    out.push(literal);
-  };
-  const closes = (index, begin) => {
-    out[open[index].at] = begin;
-    out.push({ end: true });
-    open.length = index;
-  };
-  while (at < text.length) {
-    SPECIAL.lastIndex = at;
-    const found = SPECIAL.exec(text);
-    if (!found) { out.push(text.slice(at)); break; }
-    const here = found.index, mark = text[here], before = text[here - 1] || " ";
-    const image = mark === "[" && before === "!" && here > at;
-    if (here > at) out.push(text.slice(at, image ? here - 1 : here));
-    at = here + 1;
-    if (mark === "\\") {
-      const escaped = /[!-/:-@[-`{-~]/.test(text[at] || "");
-      out.push(escaped ? text[at++] : mark);
-    } else if (mark === "`") {
-      const run = runAt(text, here), end = next.get(here);
-      at = here + run.length;
-      if (end === undefined) { out.push(run); continue; }
-      const code = text.slice(at, end).replaceAll("\n", " ");
-      const padded = code.length > 2 && code.startsWith(" ") && code.endsWith(" ");
-      out.push(make("code", { textContent: visible(padded ? code.slice(1, -1) : code) }));
-      at = end + run.length;
-    } else if ("*_~".includes(mark)) {
-      const run = runAt(text, here), after = text[here + run.length] || " ", key = run;
-      at = here + run.length;
-      const word = /[\p{L}\p{N}]/u, usable = mark === "~" ? run.length === 2 : run.length < 4;
-      const ends = usable && /\S/.test(before) && !(mark === "_" && word.test(after));
-      const begins = usable && /\S/.test(after) && !(mark === "_" && word.test(before));
-      const index = ends ? open.findLastIndex(each => each.key === key) : -1;
-      if (index >= 0) closes(index, { begin: mark === "~" ? ["del"] : [["em"], ["strong"], ["strong", "em"]][run.length - 1] });
-      else if (begins) opens(key, run);
-      else out.push(run);
-    } else if (mark === "[") {
-      opens(image ? "![" : "[", image ? "![" : "[");
-    } else if (mark === "]") {
-      const index = open.findLastIndex(each => each.key.endsWith("["));
-      TARGET.lastIndex = at;
-      const target = index >= 0 && TARGET.exec(text), href = target && address(target[1]);
-      if (href) {
-        closes(index, { href, image: open[index].key === "![" });
-        open = open.filter(each => !each.key.endsWith("[")); // no link holds another
-        at = TARGET.lastIndex;
-      } else {
-        if (index >= 0) open.splice(index, 1);
-        out.push(mark);
-      }
-    } else if (mark === "<") {
-      POINTED.lastIndex = here;
-      const pointed = POINTED.exec(text), href = pointed && address(pointed[1]);
-      out.push(href ? { href, text: pointed[1] } : mark);
-      if (href) at = POINTED.lastIndex;
-    } else {
-      BARE.lastIndex = here;
-      let bare = /\w/.test(before) ? "" : (BARE.exec(text) || [""])[0], end = bare.length;
-      const after = bare.includes("(") ? "*_~.,;:!?'" : "*_~.,;:!?')";
-      while (end && after.includes(bare[end - 1])) end--;
-      bare = bare.slice(0, end);
-      const href = address(bare);
-      out.push(href ? { href, text: bare } : found[0]);
-      at = here + (href ? bare : found[0]).length;
-    }
-  }
-  return assembled(out);
-}
-
-function assembled(out) {
-  const nest = [document.createDocumentFragment()];
-  let words = "", linked = 0; // linked: depth of the link that is open
-  const flush = () => { if (words) nest.at(-1).append(visible(words)); words = ""; };
-  for (const each of out) {
-    if (typeof each === "string" || (each.text && linked)) { words += each.text || each; continue; }
-    flush();
-    if (each instanceof Node) nest.at(-1).append(each);
-    else if (each.end) {
-      if (nest.length === linked) linked = 0;
-      nest.pop();
-    } else if (each.begin) {
-      const nodes = each.begin.map(tag => make(tag));
-      nodes.reduce((outer, inner) => (outer.append(inner), inner));
-      nest.at(-1).append(nodes[0]);
-      nest.push(nodes.at(-1));
-    } else if (each.text) {
-      nest.at(-1).append(link(each.href));
-      nest.at(-1).lastChild.append(visible(each.text));
-    } else {
-      const made = link(each.href);
-      if (each.image) made.append("image: "); // pictures from elsewhere are named, not loaded
-      nest.at(-1).append(made);
-      nest.push(made);
-      linked = nest.length;
-    }
-  }
-  flush();
-  return nest[0];
-}
-
-const spread = line => line.replace(/^[ \t]+/, lead => lead.replaceAll("\t", "    "));
-const indentOf = line => /^ */.exec(line)[0].length;
-const stripped = (line, columns) => line.slice(Math.min(columns, indentOf(line)));
+const leadOf = line => /^[ \t]*/.exec(line)[0];
+const columnsOf = lead => [...lead].reduce((sum, each) => sum + (each === " " ? 1 : 4 - (sum % 4)), 0);
+const indentOf = line => columnsOf(leadOf(line));
 const isBlank = line => !line.trim();
+
+// A line without its first columns, as far as they are blank. A tab stays one unless it is cut.
+function stripped(line, columns) {
+  const lead = leadOf(line);
+  let at = 0, sum = 0;
+  for (; sum < columns && at < lead.length; at++) sum += lead[at] === " " ? 1 : 4 - (sum % 4);
+  return sum > columns ? " ".repeat(columnsOf(lead) - columns) + line.slice(lead.length) : line.slice(at);
+}
 
 function cellsOf(line) {
   const inner = line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "");
@@ -175,6 +39,8 @@ function codeBlock(name) {
   return [make("div", { className: "code" }, bar, make("pre", { dir: "ltr" }, code)), code];
 }
 
+const headingOf = (level, title) => make(`h${Math.min(6, level + 2)}`, {}, inline(title)); // h1 and h2 are the page's
+
 class Markdown {
   constructor(root) {
     this.root = root;
@@ -183,7 +49,7 @@ class Markdown {
     this.stack = []; // quotes and list items that are open
     this.leaf = null; // the paragraph, code block or table that is open
     this.kept = null; // what to go back to
-    this.swapped = null; // a table on trial, and the paragraph in whose place it is
+    this.swapped = null; // a table or heading on trial, and the paragraph in whose place it is
   }
 
   write(more) {
@@ -265,9 +131,12 @@ class Markdown {
   }
 
   take(line) {
-    if (!this.within) this.line(spread(line));
-    else if (this.leaf && this.leaf.kind === "code") this.code(line);
-    else this.words(line, "");
+    const { leaf } = this;
+    if (!this.within) this.line(line);
+    else if (leaf && leaf.kind === "code") {
+      this.code(leaf.between.slice(0, -1) + line);
+      leaf.between = "\n";
+    } else this.words(line, "");
   }
 
   words(text, between) {
@@ -293,8 +162,7 @@ class Markdown {
     for (; depth < this.stack.length; depth++) {
       const each = this.stack[depth];
       if (each.list) {
-        if (isBlank(rest)) continue;
-        if (indentOf(rest) < each.least) break;
+        if (!isBlank(rest) && indentOf(rest) < each.least) break;
         rest = stripped(rest, each.columns);
       } else {
         const quote = QUOTE.exec(rest);
@@ -303,17 +171,22 @@ class Markdown {
       }
     }
     const leaf = depth === this.stack.length ? this.leaf : null;
-    if (leaf && leaf.kind === "code") {
-      const fence = FENCE.exec(rest);
-      if (fence && fence[2][0] === leaf.fence[0] && fence[2].length >= leaf.fence.length && isBlank(fence[3])) this.leaf = null;
-      else {
-        this.code((leaf.begun ? "\n" : "") + stripped(rest, leaf.columns));
-        leaf.begun = true;
-      }
-      return;
-    }
+    if (leaf && leaf.kind === "code" && this.goesOn(leaf, rest)) return;
     [rest, depth] = this.containers(rest, depth, leaf);
     this.block(rest, depth);
+  }
+
+  // Whether a line belongs to the code that is open, which takes it. Code without a fence ends before its last blank lines.
+  goesOn(leaf, rest) {
+    const fence = leaf.fence && FENCE.exec(rest), blank = isBlank(rest);
+    if (!leaf.fence && !blank && indentOf(rest) < INDENT) return false;
+    if (fence && fence[2][0] === leaf.fence[0] && fence[2].length >= leaf.fence.length && isBlank(fence[3])) this.leaf = null;
+    else if (!leaf.fence && blank) leaf.between += stripped(rest, INDENT) + "\n";
+    else {
+      this.code(leaf.between + stripped(rest, leaf.columns));
+      leaf.between = "\n";
+    }
+    return true;
   }
 
   // Quotes and list items that begin with this line.
@@ -356,31 +229,53 @@ class Markdown {
       let title = rest.slice(heading[0].length).trim(), end = title.length;
       while (title[end - 1] === "#") end--;
       if (!end || title[end - 1] === " ") title = title.slice(0, end).trim();
-      this.place.append(make(`h${Math.min(6, heading[1].length + 2)}`, {}, inline(title)));
+      this.place.append(headingOf(heading[1].length, title));
+    } else if (leaf && leaf.kind === "p" && !leaf.from && this.underlines(rest)) {
+      this.swap(leaf, headingOf(UNDERLINE.exec(rest)[1][0] === "=" ? 1 : 2, leaf.text), null);
     } else if (RULE.test(rest)) {
       this.cut(depth);
       this.place.append(make("hr"));
     } else if (fence && !(fence[2][0] === "`" && fence[3].includes("`"))) {
       this.cut(depth);
-      const [box, node] = codeBlock(fence[3].trim().split(/[\s{]/, 1)[0]);
-      this.place.append(box);
-      this.leaf = { kind: "code", node, fence: fence[2], columns: fence[1].length, begun: false };
+      this.open(fence[3].trim().split(/[\s{]/, 1)[0], { fence: fence[2], columns: fence[1].length });
     } else if (leaf && leaf.kind === "table" && rest.includes("|")) this.row(leaf, cellsOf(rest), "td");
     else if (leaf && leaf.kind === "p" && isHead(leaf, rest)) this.table(leaf, cellsOf(rest));
     else if (this.leaf && this.leaf.kind === "p") this.words(rest.trim(), "\n"); // also where a quote lacks its mark
-    else {
+    else if (indentOf(rest) >= INDENT) {
+      this.cut(depth);
+      this.open("", { fence: "", columns: INDENT });
+      this.goesOn(this.leaf, rest);
+    } else {
       this.cut(depth);
       this.words(rest.trim(), "\n");
     }
+  }
+
+  // One mark may still become a list item, or words, while its line is on trial.
+  underlines(rest) {
+    const found = UNDERLINE.exec(rest);
+    return found && (found[1].length > 1 || !this.kept);
+  }
+
+  // Code that begins. `between` comes before its next line.
+  open(name, about) {
+    const [box, node] = codeBlock(name);
+    this.place.append(box);
+    this.leaf = { kind: "code", node, between: "", ...about };
+  }
+
+  // A paragraph turns out to be something else.
+  swap(paragraph, node, leaf) {
+    paragraph.node.replaceWith(node);
+    this.swapped = [node, paragraph.node];
+    this.leaf = leaf;
   }
 
   table(leaf, marks) {
     const head = make("thead"), body = make("tbody");
     const box = make("div", { className: "scroll" }, make("table", {}, head, body));
     const sides = marks.map(mark => (mark.endsWith(":") ? (mark.startsWith(":") ? "center" : "right") : ""));
-    leaf.node.replaceWith(box);
-    this.swapped = [box, leaf.node];
-    this.leaf = { kind: "table", node: body, sides };
+    this.swap(leaf, box, { kind: "table", node: body, sides });
     this.row({ node: head, sides }, cellsOf(leaf.text), "th");
   }
 
