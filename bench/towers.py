@@ -28,7 +28,7 @@ from attar.compression.solvers.rounding import rtn
 from attar.formats.scheme import Scheme
 from attar.kernels import dispatch
 from attar.kernels.operands import Linear
-from attar.model.vision import assembly
+from attar.model.vision import assembly, tensors
 from attar.model.vision.config import VisionConfig, VisionNames
 from attar.model.vision.model import VisionModel
 
@@ -54,7 +54,7 @@ class Quantized(RandomWeights):
         self.config = config
 
     def packed(self, module: str) -> bool:
-        return module.removeprefix("t.") in {name for _, name, _ in assembly.linears(self.config)}
+        return module.removeprefix("t.") in {name for _, name, _ in tensors.linears(self.config)}
 
     def linear(self, module: str) -> Linear:
         return Linear(module, rtn.solve(self.read(f"{module}.weight"), Scheme.parse("w8a8")))

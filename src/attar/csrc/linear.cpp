@@ -76,7 +76,7 @@ thread_local Scratch of_gate;    // of the thread that calls: outputs before the
 
 constexpr std::int64_t CHUNK_BYTES = std::int64_t{1} << 20;  // of int8 rows that share an unpacked panel
 constexpr std::int64_t LARGEST_CHUNK = 512;                  // rows
-constexpr std::int64_t FLOAT_CHUNK = 96;                     // rows, a multiple of those in registers
+constexpr std::int64_t FLOAT_CHUNK = 192;                    // rows, a multiple of those in registers
 constexpr std::int64_t PANEL = 4;                            // blocks
 constexpr std::int64_t PIECES = 8, MOST_PIECES = 32;         // a thread, of the blocks of a few rows' product
 constexpr std::int64_t PIECE_BYTES = 64 << 10;               // that more than the least pieces have: 5 us to wait for at the end

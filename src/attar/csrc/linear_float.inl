@@ -92,62 +92,61 @@ static void as_floats(const Matrix& m, std::int64_t block, std::int64_t k, std::
     }
 }
 
-// acc [ROWS, 64] += x [ROWS, count] times weights [4 blocks][count, 16], column by column; BLOCKS of them at a time, as
-// many sums as registers hold. Neither number changes the order in which a sum is added up.
+// acc [ROWS, BLOCKS, 16] of rows of 64 += x [ROWS, count] times weights [BLOCKS][count, 16], column by column. The blocks
+// of weights lie `apart` floats from each other.
 template <int ROWS, int BLOCKS>
-static void add_columns(const float* x, std::int64_t stride, const float* weights, std::int64_t count, float* acc) {
-    for (int first = 0; first < 4; first += BLOCKS, weights += BLOCKS * count * LANES, acc += BLOCKS * LANES) {
-        Floats total[ROWS][BLOCKS];
-        for (int r = 0; r < ROWS; ++r)
-            for (int b = 0; b < BLOCKS; ++b) total[r][b] = load(acc + r * 64 + b * LANES);
-        for (std::int64_t k = 0; k < count; ++k) {
-            Floats w[BLOCKS];
+static void add_columns(const float* x, std::int64_t stride, const float* weights, std::int64_t apart, std::int64_t count,
+                        float* acc) {
+    Floats total[ROWS][BLOCKS];
+    for (int r = 0; r < ROWS; ++r)
+        for (int b = 0; b < BLOCKS; ++b) total[r][b] = load(acc + r * 64 + b * LANES);
+    for (std::int64_t k = 0; k < count; ++k) {
+        Floats w[BLOCKS];
 #pragma GCC unroll 4
-            for (int b = 0; b < BLOCKS; ++b) w[b] = load(weights + (b * count + k) * LANES);
+        for (int b = 0; b < BLOCKS; ++b) w[b] = load(weights + b * apart + k * LANES);
 #pragma GCC unroll 6
-            for (int r = 0; r < ROWS; ++r) {
-                const Floats value = all(x[r * stride + k]);
+        for (int r = 0; r < ROWS; ++r) {
+            const Floats value = all(x[r * stride + k]);
 #pragma GCC unroll 4
-                for (int b = 0; b < BLOCKS; ++b) total[r][b] = fma(value, w[b], total[r][b]);
-            }
+            for (int b = 0; b < BLOCKS; ++b) total[r][b] = fma(value, w[b], total[r][b]);
         }
-        for (int r = 0; r < ROWS; ++r)
-            for (int b = 0; b < BLOCKS; ++b) store(acc + r * 64 + b * LANES, total[r][b]);
     }
+    for (int r = 0; r < ROWS; ++r)
+        for (int b = 0; b < BLOCKS; ++b) store(acc + r * 64 + b * LANES, total[r][b]);
 }
 
 // The same for all rows: parts of ROWS, and what is left in one part.
 template <int ROWS, int BLOCKS>
-static void add_to_rows(const float* x, std::int64_t stride, const float* weights, std::int64_t count, std::int64_t rows,
-                        float* acc) {
+static void add_to_rows(const float* x, std::int64_t stride, const float* weights, std::int64_t apart, std::int64_t count,
+                        std::int64_t rows, float* acc) {
     for (; rows >= ROWS; rows -= ROWS, x += ROWS * stride, acc += ROWS * 64)
-        add_columns<ROWS, BLOCKS>(x, stride, weights, count, acc);
+        add_columns<ROWS, BLOCKS>(x, stride, weights, apart, count, acc);
     if constexpr (ROWS > 1)
-        if (rows > 0) add_to_rows<ROWS - 1, BLOCKS>(x, stride, weights, count, rows, acc);
+        if (rows > 0) add_to_rows<ROWS - 1, BLOCKS>(x, stride, weights, apart, count, rows, acc);
 }
 
 static void float_panel(const Factor& factor, const float* x, std::int64_t stride, std::int64_t row, std::int64_t rows,
                         std::int64_t first, float* out, std::int64_t width, Scratch& scratch) {
+    // As many sums as registers hold. How many are added up together does not change the order within one.
     constexpr int ROWS = ATTAR_LEVEL >= ATTAR_AVX2 ? 6 : 1;
     constexpr int BLOCKS = ATTAR_LEVEL >= ATTAR_AVX2 && ATTAR_LEVEL < ATTAR_AVX512 ? 1 : 4;
-    constexpr std::int64_t AT_ONCE = 128;  // columns: 8 KiB of floats a block
+    constexpr std::int64_t AT_ONCE = BLOCKS == 1 ? 256 : 128;  // columns whose weights, of BLOCKS, fit the first cache
     const Matrix& m = *factor.matrix;
     const bool grouped = m.scales != nullptr;
     const std::int64_t blocks = std::min<std::int64_t>(4, m.blocks() - first), bytes = rows * 64 * 4;
+    const std::int64_t computed = (blocks + BLOCKS - 1) / BLOCKS * BLOCKS;  // the last one more than once
     auto* acc = reinterpret_cast<float*>(scratch.at(0, bytes));
     auto* total = grouped ? reinterpret_cast<float*>(scratch.at(2, bytes)) : acc;
     auto* weights = reinterpret_cast<float*>(scratch.at(1, 4 * AT_ONCE * LANES * 4));
     std::memset(acc, 0, static_cast<std::size_t>(bytes));
     if (grouped) std::memset(total, 0, static_cast<std::size_t>(bytes));
     for (std::int64_t k = 0; k < m.padded;) {
-        const std::int64_t end = (k / m.group + 1) * m.group, count = std::min(AT_ONCE, end - k);
-        for (std::int64_t b = 0; b < 4; ++b) as_floats(m, first + std::min(b, blocks - 1), k, count, weights + b * count * LANES);
+        const std::int64_t end = (k / m.group + 1) * m.group, count = std::min(AT_ONCE, end - k), apart = count * LANES;
         const std::int64_t real = std::min(count, m.columns - k);  // x has no padding
-        if (real < count) {
-            for (std::int64_t b = 1; b < 4; ++b)
-                std::memmove(weights + b * real * LANES, weights + b * count * LANES, static_cast<std::size_t>(real * LANES * 4));
-        }
-        if (real > 0) add_to_rows<ROWS, BLOCKS>(x + row * stride + k, stride, weights, real, rows, acc);
+        for (std::int64_t b = 0; b < computed; ++b)
+            as_floats(m, first + std::min(b, blocks - 1), k, count, weights + b * apart);
+        for (std::int64_t b = 0; b < computed && real > 0; b += BLOCKS)
+            add_to_rows<ROWS, BLOCKS>(x + row * stride + k, stride, weights + b * apart, apart, real, rows, acc + b * LANES);
         k += count;
         if (grouped && k == end)
             for (std::int64_t b = 0; b < blocks; ++b) {
