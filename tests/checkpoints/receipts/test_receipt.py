@@ -262,6 +262,15 @@ def test_a_receipt_beside_a_file(tmp_path: Path, tiny_decoder: Make) -> None:
     read = receipt.read_receipt(output)
     assert read is not None
     assert read.value["evaluation"]["ppl"] == 3.0
+    renamed = tmp_path / "renamed.gguf"
+    for each in (output, path):
+        shutil.copy(each, tmp_path / each.name.replace("model", "renamed"))
+    assert receipt.verify(renamed, None, probes="none").ok
+    for each in (output, renamed):  # a loader reads it as the model's vision tower
+        added = each.with_name(f"mmproj-{each.name}")
+        added.write_bytes(b"GGUF")
+        assert receipt.verify(each, None, probes="none").first_divergence == added.name
+        added.unlink()
     output.write_bytes(b"GGUG")
     assert receipt.verify(output, None, probes="none").first_divergence == "model.gguf"
 

@@ -50,7 +50,7 @@ FIGURES = ("ppl", "bits_per_byte", "kl_mean", "kl_p999", "top1", "tokens")
 """Evaluation figures that every receipt has, null where they were not measured."""
 
 READ = (".safetensors", ".json", ".jinja", ".model", ".tiktoken")
-"""Endings of files that a loader may read: a new one beside those of the receipt is a difference."""
+"""Endings of files of a folder that a loader may read: a new one beside those of the receipt is a difference."""
 
 _MACHINE = ("attar", "torch", "python", "instruction_set", "threads", "kernels")
 REQUIRED = ("source", "recipe", "calibration", "seed", "versions", "layers", "bits_per_weight", "evaluation", "files")
@@ -388,9 +388,10 @@ def _verify_files(output: Path, receipt: Receipt, advance: Advance | None = None
             return Verdict(False, name, f"{name} is in the receipt, but not in the folder")
         if sha256(path, advance) != receipt.files[name]:
             return Verdict(False, name, f"{name} is not the file that was written: its SHA-256 is not the receipt's")
+    known = {output_file(output, name) for name in receipt.files}  # a file may have been renamed
     for name in _files(output):
-        if name not in receipt.files and name.endswith(READ):
-            return Verdict(False, name, f"{name} was added to the folder: the receipt does not know it")
+        if output_file(output, name) not in known and (not output.is_dir() or name.endswith(READ)):
+            return Verdict(False, name, f"{name} was added to the output: the receipt does not know it")
     return None
 
 
