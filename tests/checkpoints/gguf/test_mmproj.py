@@ -272,6 +272,50 @@ def test_a_file_that_is_there_is_kept(pair: Callable[[str], tuple[Path, Path]], 
     assert not (tmp_path / "out.gguf").exists()
 
 
+@pytest.mark.parametrize("compresses", [False, True])
+def test_an_output_without_a_tower_leaves_no_mmproj_file(
+    compresses: bool, pair: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    def make(overwrite: bool = False) -> None:
+        if compresses:
+            compress_request(CompressionRequest(source, output, recipe="q8_0", overwrite=overwrite))
+        else:
+            convert(source, output, to="gguf", overwrite=overwrite)
+
+    output = tmp_path / "out.gguf"
+    source, stale = tmp_path / "source", tmp_path / "mmproj-out.gguf"
+    shutil.copytree(pair("smolvlm")[0], source)
+    (source / "preprocessor_config.json").unlink()
+    shutil.copy(mmproj.path_of(pair("smolvlm")[1]), stale)
+    with pytest.raises(UserError) as failed:
+        make()
+    assert failed.value.code == "output_exists"
+    assert stale.is_file()
+    make(overwrite=True)
+    assert vision.load_vision(output, torch.float32) is None
+    assert not stale.exists()
+    assert verify(output).ok == compresses, "only compression writes a receipt of its own"
+
+
+@pytest.mark.parametrize("name", ["out.gguf", "other.gguf"])
+def test_all_files_of_an_output_lie_beside_the_target_of_a_link(
+    name: str, pair: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    folder, disk = tmp_path / "folder", tmp_path / "disk"
+    compress(pair("smolvlm")[0], folder, recipe="rtn-q8_0")
+    disk.mkdir()
+    (tmp_path / "out.gguf").symlink_to(disk / name)
+    expected = {name, f"mmproj-{name}", f"{name}.receipt.json"}
+    convert(folder, tmp_path / "out.gguf", to="gguf")
+    for overwrite in (True, False):
+        assert {each.name for each in disk.iterdir() if not each.name.startswith(".")} == expected
+        assert verify(disk / name).ok
+        assert not (tmp_path / f"mmproj-{name}").exists()
+        if overwrite:
+            source = pair("smolvlm")[0]
+            compress_request(CompressionRequest(source, tmp_path / "out.gguf", recipe="q8_0", overwrite=True))
+
+
 def test_a_folder_made_of_a_pair_says_that_the_tower_stays(
     pair: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:

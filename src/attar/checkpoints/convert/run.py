@@ -125,7 +125,7 @@ def convert(
         )
     if to == GGUF:
         done = folder_to_file(checkpoint, Path(dst), overwrite, report, max_shard_bytes)
-        beside = mmproj.stored(done.path, OUTSIDE.get(checkpoint.config.architecture, ()))
+        beside = mmproj.stored(Path(os.path.realpath(done.path)), OUTSIDE.get(checkpoint.config.architecture, ()))
         return _with_receipt(found, source, done, report, beside)
     refuse_packed_outside(checkpoint, dense_names(checkpoint, packed_schemes(checkpoint)))
     done = folder_to_folder(checkpoint, Path(dst), TARGETS[to], overwrite, report, max_shard_bytes or MAX_SHARD)

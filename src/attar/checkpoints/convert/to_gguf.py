@@ -7,6 +7,7 @@ become those of a type with the very same values, where there is one (`gguf.py` 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -59,8 +60,9 @@ def folder_to_file(
     file_type = gguf_export.file_type([kind.name for kind in kinds.values()] or [DENSE[config.dtype]])
     head, factors = gguf_export.describe(config, file_type, folder.path.resolve().name)
     words, note = gguf_export.words(folder.path, config)
-    tower = tower_file(folder, dst.name, head | words)
-    tower.check(dst.parent, overwrite)
+    target = Path(os.path.realpath(dst))  # of a link; all files of the output lie in one folder
+    tower = tower_file(folder, target.name, head | words)
+    tower.check(target.parent, overwrite)
     layout: dict[str, tuple[GgmlType, tuple[int, ...]]] = {}
     layout |= {name: (TYPES["F32"], (len(each),)) for name, each in factors.items()}
     tensors = homes(config.names, gguf_export.tensor_names(config, checkpoint.has))
@@ -103,7 +105,8 @@ def folder_to_file(
         compare(ours, theirs)
         size = sum(each.size for each in writer.plans)
         path = output_path(dst, writer.plans)
-    tower.write(dst.parent)
+        tower.clear(target.parent)
+    tower.write(target.parent)
     stored = sum(kinds[name].bytes(each.shape) for name, each in linears.items())
     bits = 8 * stored / sum(math.prod(each.shape) for each in linears.values()) if linears else None
     notes = (*(() if note is None else (note,)), *tower.notes)

@@ -22,15 +22,21 @@ class TowerFile(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def check(self, folder: Path, overwrite: bool) -> None:
-        """Raise UserError (`output_exists`) where the file is in `folder` already, unless `overwrite`."""
+        """Raise UserError (`output_exists`) where the file is in `folder` already, unless `overwrite`. A loader would
+        read it beside a model without a tower as well."""
         path = folder / self.name
-        if self.plan is not None and path.exists() and not overwrite:
+        if path.exists() and not overwrite:
             raise UserError("output_exists", f"{path} exists and is kept; choose another output, or pass --overwrite")
 
     def write(self, folder: Path) -> None:
         """Write the file to `folder`, where there is one. Raises CheckpointError where the disk is full."""
         if self.plan is not None:
             self.plan.write(folder / self.name, overwrite=True)
+
+    def clear(self, folder: Path) -> None:
+        """Remove the file that an earlier output left in `folder`, where this output has no tower."""
+        if self.plan is None:
+            (folder / self.name).unlink(missing_ok=True)
 
 
 def tower_file(folder: Folder, name: str, language: Mapping[str, Any]) -> TowerFile:

@@ -6,6 +6,7 @@ rejects invalid combinations before anything is computed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,8 +153,9 @@ def _layout(
     if not request.to_file:
         return FolderOutput(checkpoint, plan, request.vision)
     known = _weighs(request, plan, importances) or importances is not None
-    output = GgufOutput(checkpoint, plan, request.path.name, known)
-    output.tower.check(request.path.parent, request.overwrite)
+    target = Path(os.path.realpath(request.path))  # of a link
+    output = GgufOutput(checkpoint, plan, target.name, known)
+    output.tower.check(target.parent, request.overwrite)
     return output.weighing(importances or {})
 
 

@@ -12,6 +12,7 @@ counters, so the bytes are those of an uninterrupted run, given the same torch b
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -196,6 +197,8 @@ def _carry_out(
         if chosen is None and choice is None and not trial:
             gained = _gain(asked, run, hashes)
         result = _finished(run, hashes, choice, chosen, reached, gained, trial)
+        if isinstance(run.output, GgufOutput):
+            run.output.tower.clear(Path(os.path.realpath(request.path)).parent)
     for search in (chosen, choice):
         if search is not None:
             search.forget()
