@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from attar.checkpoints.receipts import receipt
+from attar.checkpoints.receipts.place import receipt_path
 from attar.compression.recipe.methods import Awq, Gptq, Pass
 from attar.compression.recipe.recipe_file import load_recipe
 from attar.compression.request.request import CompressionRequest
@@ -68,7 +68,7 @@ def test_a_model_is_compressed_there(family: str, recipe: str, tmp_path: Path, m
     }
     alike = [_alike(ours[name], theirs[name]) for name in ours]
     assert min(alike) == 1 if recipe in ("rtn-w4g32", "rtn-fp8") else sum(alike) / len(alike) > SAME
-    told = json.loads(receipt.receipt_path(tmp_path / "away").read_text())
+    told = json.loads(receipt_path(tmp_path / "away").read_text())
     assert told["device"] == str(device)
 
 

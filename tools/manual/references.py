@@ -20,7 +20,7 @@ import typer.main
 import attar
 from attar import env, errors
 from attar.checkpoints.gguf.families import ARCHITECTURES as GGUF
-from attar.checkpoints.receipts import receipt
+from attar.checkpoints.receipts import place, receipt
 from attar.cli.commands import GROUPS, _meaning, _name
 from attar.cli.main import app as cli
 from attar.compression.recipe import methods
@@ -267,7 +267,7 @@ def receipts() -> str:
     """Describe the keys of a receipt."""
     rows = [(f"`{key}`", "yes" if key in receipt.REQUIRED else "", about) for key, about in receipt.KEYS.items()]
     figures = ", ".join(f"`{each}`" for each in receipt.FIGURES)
-    about = f"`{receipt.NAME}`, format {receipt.FORMAT}. [Formats](formats.md#the-receipt) explains it."
+    about = f"`{place.NAME}`, format {receipt.FORMAT}. [Formats](formats.md#the-receipt) explains it."
     return (
         f"# Receipt schema\n\n{about}\n\n"
         f"{table(('key', 'always', 'meaning'), rows)}\n`evaluation` has {figures}, null where not measured.\n"

@@ -13,6 +13,7 @@ import torch
 
 from attar.checkpoints.gguf.checkpoint import GgufCheckpoint
 from attar.checkpoints.receipts import receipt
+from attar.checkpoints.receipts.place import receipt_path
 from attar.checkpoints.sources import hf, hub
 from attar.checkpoints.vocabulary import is_gguf
 from attar.formats.scheme import Part, Scheme
@@ -69,7 +70,7 @@ class Inspection:
         }
 
     def table(self) -> str:
-        at = f"{receipt.receipt_path(self.path).name}: `attar verify` checks it"
+        at = f"{receipt_path(self.path).name}: `attar verify` checks it"
         schemes = ", ".join(f"{name} x {count}" for name, count in self.schemes.items())
         lines = [
             f"architecture     {self.architecture}, {self.layers} layers, context {self.context}",

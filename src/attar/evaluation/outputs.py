@@ -20,6 +20,7 @@ from typing import Any
 
 from attar.checkpoints.inspect import inspect
 from attar.checkpoints.receipts import receipt
+from attar.checkpoints.receipts.place import receipt_path
 from attar.checkpoints.sources import hub
 from attar.checkpoints.strict_io import CheckpointError
 from attar.errors import UserError
@@ -207,7 +208,7 @@ def read(output: str | Path, speed: Speed | None = None) -> Compressed:
     if found is None:
         raise CheckpointError("receipt_invalid", f"{path}: {receipt.missing(path)}")
     value, seen = found.value, inspect(path)
-    place = str(receipt.receipt_path(path))
+    place = str(receipt_path(path))
     for key in ("recipe", "evaluation", "source", "versions"):
         if not isinstance(value[key], dict):
             raise _damaged(place, key)

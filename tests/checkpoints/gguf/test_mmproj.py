@@ -23,6 +23,7 @@ from attar.checkpoints.gguf import mmproj, mmproj_writer
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.gguf.writer import atomic_gguf
 from attar.checkpoints.receipts import receipt
+from attar.checkpoints.receipts.place import receipt_path
 from attar.checkpoints.receipts.verify import verify
 from attar.checkpoints.sources import vision
 from attar.compression.request.request import CompressionRequest
@@ -175,7 +176,7 @@ def test_receipt_and_verify_cover_the_tower_of_a_file(pair: Callable[[str], tupl
     assert done.images is not None
     assert done.vision is not None
     assert verify(done.path).ok
-    for each in (done.path, mmproj.path_of(done.path), receipt.receipt_path(done.path)):
+    for each in (done.path, mmproj.path_of(done.path), receipt_path(done.path)):
         shutil.copy(each, tmp_path / each.name.replace("out", "renamed"))
     assert verify(tmp_path / "renamed.gguf").ok
     other = mmproj.path_of(pair("smolvlm")[1]).read_bytes()

@@ -38,6 +38,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: ["pytorch_model.bin"])
     monkeypatch.chdir(tmp_path)
     return seen
 
@@ -81,6 +82,8 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("org/name", "v2", "org/name", "v2"),
         ("org/name@refs/pr/3", None, "org/name", "refs/pr/3"),
         ("Qwen/Qwen3-0.6B@main", None, "Qwen/Qwen3-0.6B", "main"),
+        ("org/name.gguf", None, "org/name.gguf", None),
+        ("org/name.gguf@main", None, "org/name.gguf", "main"),
     ],
 )
 def test_a_hub_id_is_downloaded(
@@ -146,6 +149,23 @@ def test_a_gguf_file_that_is_not_there_is_called_a_file(tmp_path: Path, calls: l
     assert calls == []
 
 
+def test_a_local_file_wins_over_a_repository_that_ends_in_gguf(tmp_path: Path, calls: list[dict[str, Any]]) -> None:
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / "name.gguf").write_bytes(b"GGUF")
+    assert hub.resolve("org/name.gguf") == Path("org/name.gguf")
+    with user_error("file_not_found", "no such file", "name.gguf"):
+        hub.resolve("org/nam.gguf")
+    assert calls == []
+
+
+def test_a_file_of_the_hub_lies_within_its_repository(tmp_path: Path, calls: list[dict[str, Any]]) -> None:
+    for part in (str(tmp_path), "", ".", "..", "a/../..", "a/."):
+        (tmp_path / "x.gguf").write_bytes(b"GGUF")
+        with user_error("file_not_found", "no such file"):
+            hub.resolve(f"org/name/{part}/x.gguf")
+    assert calls == []
+
+
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     with user_error("file_wrong_kind"):
         hub.resolve(model(tmp_path) / "model.safetensors")
@@ -201,8 +221,30 @@ def test_the_cache_is_used_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (cache / "models--org--name" / "refs" / "main").write_text(COMMIT)
     assert hub.resolve("org/name", offline=True) == snapshot
     assert hub.resolve(f"org/name@{COMMIT}", offline=True) == snapshot
-    with user_error("file_not_found"):
+    with user_error("file_not_found", "local cache", "`hf download org/other`"):
         hub.resolve("org/other", offline=True)
+
+
+@pytest.mark.parametrize("by_argument", [True, False])
+def test_what_is_not_cached_is_not_said_to_be_absent(
+    by_argument: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any snapshot is enough for `snapshot_download`, be it without the file."""
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", not by_argument)
+    snapshot = cache / "models--org--name" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (snapshot / "README.md").touch()
+    (cache / "models--org--name" / "refs").mkdir()
+    (cache / "models--org--name" / "refs" / "main").write_text(COMMIT)
+    for name, fetch in (
+        ("org/name", "`hf download org/name`"), ("org/name@main", "`hf download org/name --revision main`"),
+        ("org/name/q/x.gguf", "`hf download org/name q/x.gguf`"), ("org/none/x.gguf", "`hf download org/none x.gguf`"),
+    ):  # fmt: skip
+        with user_error("file_not_found", "local cache", fetch) as caught:
+            hub.resolve(name, offline=True if by_argument else None)
+        assert "on the Hub" not in str(caught.value)
 
 
 def test_demo_is_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

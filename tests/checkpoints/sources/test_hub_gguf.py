@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants
 
 from attar.checkpoints.convert.run import convert
-from attar.checkpoints.receipts.receipt import receipt_path
+from attar.checkpoints.receipts.place import receipt_path
 from attar.checkpoints.sources import hub as names
 from attar.checkpoints.sources import hub_headers
 from attar.checkpoints.sources.vision import image_settings, load_vision
@@ -55,13 +55,15 @@ def test_a_name_that_does_not_match_is_not_taken_and_named(
     pair: Path, hub: Hub, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub.repos["org/see"] = {
-        "model.gguf": pair.read_bytes(), "mmproj-a.gguf": b"x", "mmproj-b.gguf": b"x",
+        "model.gguf": pair.read_bytes(), "mmproj-a.gguf": b"x", "mmproj-b\x1b[2J.gguf": b"x",
+        **{f"mmproj-{each}.gguf": b"x" for each in "cdef"},
     }  # fmt: skip
     with caplog.at_level(logging.WARNING):
         found = names.resolve("org/see/model.gguf")
     assert hub.whole == ["model.gguf"]
-    for word in ("mmproj-a.gguf", "mmproj-b.gguf", "mmproj-model.gguf"):
+    for word in ("mmproj-a.gguf", "mmproj-b?[2J.gguf", "mmproj-c.gguf and 3 more", "mmproj-model.gguf"):
         assert word in caplog.text
+    assert "mmproj-d.gguf" not in caplog.text
     with user_error("feature_unsupported", "mmproj-model.gguf"):
         image_settings(found)
 

@@ -165,7 +165,9 @@ def test_a_hub_that_cannot_be_reached_is_named(hub: Hub, monkeypatch: pytest.Mon
     [
         ("org/name", ("org/name", None, None)), ("org/name@v1", ("org/name", None, "v1")),
         ("org/name/a/b.gguf@v1", ("org/name", "a/b.gguf", "v1")), ("demo", None), ("./org/name", None),
-        ("org/../x.gguf", None), ("dir/file.gguf", None), ("/a/b", None), ("org/name/x.safetensors", None),
+        ("org/../x.gguf", None), ("org/name.gguf@v1", ("org/name.gguf", None, "v1")),
+        ("org/name.gguf/b.gguf", ("org/name.gguf", "b.gguf", None)), ("org/name//tmp/x.gguf", None),
+        ("org/name/./x.gguf", None), ("org/name/a/../x.gguf", None), ("/a/b", None), ("org/name/x.safetensors", None),
     ],
 )  # fmt: skip
 def test_names(name: str, parts: tuple[str | None, ...] | None) -> None:

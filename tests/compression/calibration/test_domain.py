@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from attar.checkpoints.receipts import receipt
+from attar.checkpoints.receipts.place import receipt_path
 from attar.checkpoints.sources import hf
 from attar.compression.calibration import domain, hidden_states, importance
 from attar.compression.calibration import texts as calibrate
@@ -36,7 +36,7 @@ NOVEL = (
 
 
 def texts(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(receipt.receipt_path(folder).read_text())["texts"]
+    found: dict[str, Any] = json.loads(receipt_path(folder).read_text())["texts"]
     return found
 
 

@@ -33,7 +33,7 @@ from attar.checkpoints.gguf.header import (
 )  # fmt: skip
 from attar.checkpoints.gguf.parts import MAX_PARTS, PartName, check_target, outputs_of, part_paths
 from attar.checkpoints.gguf.values import SCALARS, Typed, encode, text
-from attar.checkpoints.receipts.receipt import receipt_path
+from attar.checkpoints.receipts.place import receipt_path
 from attar.checkpoints.safetensors import Slot
 from attar.checkpoints.strict_io import check_name
 from attar.checkpoints.writer import FilePlan, ShardWriter, Workspace, locked, remove, sync_path, writing

@@ -31,6 +31,7 @@ from attar import machine
 from attar.checkpoints.folder import json_object, read_bytes
 from attar.checkpoints.gguf import mmproj
 from attar.checkpoints.gguf.parts import part_paths
+from attar.checkpoints.receipts.place import NAME, receipt_path
 from attar.checkpoints.receipts.probes import EXACT, NO_FLOOR, Probes, kernel_path, unrounded
 from attar.checkpoints.strict_io import CheckpointError
 from attar.errors import UserError
@@ -39,7 +40,6 @@ from attar.model.decoder import Decoder
 from attar.progress import StageProgress
 from attar.version import __version__
 
-NAME = "receipt.json"
 FORMAT = 1
 MAX_BYTES = 64_000_000
 DEEPEST = 32  # levels of a copied receipt; ours have fewer than ten, and each is a space a line
@@ -111,11 +111,6 @@ def combined_hash(hashes: Mapping[str, str]) -> str:
     """Return one SHA-256 over files' names and hashes, in the order of their names."""
     lines = "".join(f"{hashes[name]}  {name}\n" for name in sorted(hashes))
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def receipt_path(output: Path) -> Path:
-    """Return the path of an output's receipt: in a folder, or beside a file (a GGUF, or its first part)."""
-    return output / NAME if output.is_dir() else output.with_name(f"{output.name}.{NAME}")
 
 
 def missing(output: Path) -> str:

@@ -14,19 +14,20 @@ import importlib.resources
 import logging
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attar.checkpoints.strict_io import CONVERT, CheckpointError, near
 from attar.model.vision.wrappers import VILA_PARTS, is_vila
 from attar.protocol.speculation import DRAFTERS, MATCH_FIRST
+from attar.strict_json import shown
 
 DEMO = "demo"
 ALLOW = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.model.v*", "*.tiktoken", "LICENSE*", "NOTICE*"]
 # Subfolders hold other formats and training states of the same model, except for chat templates; some repositories keep
 # a second copy of all weights as consolidated*.safetensors.
 IGNORE = ["*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model", "*/*.model.v*", "*/*.tiktoken", "consolidated*"]
-RECEIPT = ".receipt.json"  # behind a file's name: its receipt's (`receipts.receipt_path`, which torch comes with)
+SHOWN = 3  # names of a listing that a message repeats
 
 _NAME = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:/(?P<file>[\w./-]+\.gguf))?(?:@(?P<revision>[\w./-]+))?",
@@ -50,7 +51,7 @@ class HubName:
         match = _NAME.fullmatch(name)
         if match is None or len(name) > 500 or ".." in name:
             return None
-        if match["file"] is None and match["repo"].lower().endswith(".gguf"):
+        if match["file"] is not None and not {"", "."}.isdisjoint(match["file"].split("/")):
             return None
         return HubName(match["repo"], match["file"], match["revision"])
 
@@ -77,16 +78,19 @@ def resolve(
         raise CheckpointError("option_conflict", f"{name!r} already names a revision: leave out {revision!r}")
     hint = neighbours(Path(name).expanduser())
     revision = remote.revision or revision
+    remote, offline = replace(remote, revision=revision), _is_off(offline)
     if remote.file is not None:
-        return _download_file(remote.repo, remote.file, revision, bool(offline), hint)
-    folder = _download(remote.repo, revision, bool(offline), hint, ALLOW, IGNORE)
+        return _download_file(remote, remote.file, offline, hint)
+    folder = _download(remote, offline, hint, ALLOW, IGNORE)
     whole = any(folder.glob("*.safetensors"))
     parts = _vila_parts(folder) if vila or not whole else []
     if vila and parts:
         wanted = [f"{part}/{each}" for part in parts for each in ALLOW]
         ignored = [f"{part}/*/*" for part in parts]
-        return _download(remote.repo, folder.name, bool(offline), hint, wanted, ignored)
+        return _download(replace(remote, revision=folder.name), offline, hint, wanted, ignored)
     if not whole and not parts:
+        if _listed(remote.repo, folder.name, offline) is None:
+            raise _not_cached(remote, "", offline, hint)
         raise CheckpointError(
             "checkpoint_incomplete",
             f"{name} has no safetensors weights on the Hub; name a GGUF file as {remote.repo}/FILE.gguf; if it has "
@@ -171,44 +175,84 @@ def _vila_parts(folder: Path) -> list[str]:
     return [glob.escape(name) for name in names if "/" not in name]  # one with a slash is refused when it is opened
 
 
-def _download_file(repo: str, file: str, revision: str | None, offline: bool, hint: str) -> Path:
+def lacks_tower(remote: HubName, found: Path) -> bool | None:
+    """Return whether the Hub has an mmproj file of a GGUF model that the local cache has without it, at `found`; None
+    where the Hub cannot be asked. False for a folder."""
+    from attar.checkpoints.gguf.mmproj import path_of
+
+    if remote.file is None or path_of(found).is_file():
+        return False
+    commit = found.parents[remote.file.count("/")].name
+    listed = _listed(remote.repo, commit, _is_off(None))
+    return None if listed is None else path_of(Path(remote.file)).as_posix() in listed
+
+
+def _is_off(offline: bool | None) -> bool:
+    """Return whether downloads are off, by the argument of `resolve` or by HF_HUB_OFFLINE."""
+    import huggingface_hub
+
+    return bool(offline or huggingface_hub.constants.HF_HUB_OFFLINE)
+
+
+def _download_file(remote: HubName, file: str, offline: bool, hint: str) -> Path:
     """Return the path of a GGUF file, with its other parts, mmproj file and receipt beside it, where it has these."""
     from attar.checkpoints.gguf.mmproj import PREFIX, path_of
     from attar.checkpoints.gguf.parts import part_paths
+    from attar.checkpoints.receipts.place import of_file as receipt_of_file
 
     parts, tower = [each.as_posix() for each in part_paths(Path(file))], path_of(Path(file)).as_posix()
-    folder = _download(repo, revision, offline, hint, [*parts, tower, file + RECEIPT], [])
+    beside = receipt_of_file(Path(file)).as_posix()
+    folder, repo = _download(remote, offline, hint, [*parts, tower, beside], []), remote.repo
     for each in parts:
         if not (folder / each).is_file():
+            listed = _listed(repo, folder.name, offline)
+            if listed is None or each in listed:
+                raise _not_cached(remote, each, offline, hint)
             raise CheckpointError("file_not_found", f"{repo} has no file {each} on the Hub")
-    if not offline and not (folder / tower).is_file():
-        others = [each for each in _listed(repo, folder.name) if Path(each).name.startswith(PREFIX)]
+    if not (folder / tower).is_file():
+        listed = _listed(repo, folder.name, offline) or []
+        others = [shown(each, 100) for each in sorted(listed) if Path(each).name.startswith(PREFIX)]
         if others:
+            more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
             logger.warning(
                 "%s is used without images: of %s it has %s, and none is %s. To choose one, download it and %s to one "
-                "folder, and name it %s", file, repo, ", ".join(sorted(others)), tower, file, Path(tower).name,
+                "folder, and name it %s", file, repo, ", ".join(others[:SHOWN]) + more, tower, file, Path(tower).name,
             )  # fmt: skip
     return folder / file
 
 
-def _listed(repo: str, revision: str) -> list[str]:
-    """Return the names of a repository's files, [] without a network: a file in the cache needs no listing."""
+def _listed(repo: str, revision: str, offline: bool) -> list[str] | None:
+    """Return the names of a repository's files; None where the Hub cannot be asked, also because downloads are off."""
     import huggingface_hub
 
+    if offline:
+        return None
     try:
         return huggingface_hub.HfApi().list_repo_files(repo, revision=revision)
-    except Exception:  # any error of a client that differs between versions: the listing only serves a warning
-        return []
+    except Exception:  # any error of a client that differs between versions: what is in the cache needs no listing
+        return None
 
 
-def _download(
-    repo: str, revision: str | None, offline: bool, hint: str, allowed: list[str], ignored: list[str]
-) -> Path:
+def _not_cached(remote: HubName, file: str, offline: bool, hint: str) -> CheckpointError:
+    """Return the error for a model of the Hub, or a `file` of one, that neither the cache nor a download gives."""
+    what = f"{file} of {remote} is not" if file else f"{remote} is not whole"
+    if not offline:
+        said = f"the Hub cannot be reached and {what} in the local cache; check the network, or give a folder{hint}"
+        return CheckpointError("download_failed", said)
+    options = f" {file}" * bool(file) + f" --revision {remote.revision}" * bool(remote.revision)
+    return CheckpointError(
+        "file_not_found",
+        f"{what} in the local cache, and downloads are off; download it once while online, with "
+        f"`hf download {remote.repo}{options}`, or give a folder{hint}",
+    )
+
+
+def _download(remote: HubName, offline: bool, hint: str, allowed: list[str], ignored: list[str]) -> Path:
     """Return the folder of a repository's files that match a pattern of `allowed` and none of `ignored`."""
     import huggingface_hub
     from huggingface_hub import errors
 
-    at = f"{repo}@{revision}" if revision else repo
+    repo, revision = remote.repo, remote.revision
     try:
         folder = huggingface_hub.snapshot_download(
             repo, revision=revision, local_files_only=offline, allow_patterns=allowed, ignore_patterns=ignored
@@ -221,24 +265,14 @@ def _download(
     except errors.RepositoryNotFoundError as error:
         raise CheckpointError(
             "file_not_found",
-            f"no model {repo!r} on the Hub (a private one needs `hf auth login`) nor as a folder here{hint}",
+            f"no model {repo!r} on the Hub (a private one needs `hf auth login`) nor on this machine{hint}",
         ) from error
     except errors.RevisionNotFoundError as error:
         raise CheckpointError("file_not_found", f"{repo} has no revision {revision!r} on the Hub") from error
     except errors.LocalEntryNotFoundError as error:
-        if offline or huggingface_hub.constants.HF_HUB_OFFLINE:
-            raise CheckpointError(
-                "file_not_found",
-                f"{at} is not whole in the local cache, and downloads are off; download it once while online, with "
-                f"`hf download {repo}`, or give a folder{hint}",
-            ) from error
-        raise CheckpointError(
-            "download_failed",
-            f"the Hub cannot be reached and {at} is not whole in the local cache; check the network, or give a "
-            f"folder{hint}",
-        ) from error
+        raise _not_cached(remote, remote.file or "", offline, hint) from error
     except Exception as error:  # the HTTP client differs between versions: it has changed twice
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError("download_failed", f"downloading {at} failed: {reason[0]}") from error
+        raise CheckpointError("download_failed", f"downloading {remote} failed: {reason[0]}") from error
     assert isinstance(folder, str)
     return Path(folder)

@@ -190,7 +190,8 @@ def outputs(folders: Sequence[str], of: ModelConfig) -> tuple[Weights, ...]:
 def of_receipt(path: Path) -> quality.Quality | None:
     """Return the divergence that an output's receipt states; None where it has none. Raises CheckpointError for a
     damaged receipt."""
-    from attar.checkpoints.receipts.receipt import read_receipt, receipt_path
+    from attar.checkpoints.receipts.place import receipt_path
+    from attar.checkpoints.receipts.receipt import read_receipt
 
     receipt = read_receipt(path)
     measured = None if receipt is None else receipt.value.get("evaluation")
