@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def test_a_file_brings_its_mmproj_file_alone(pair: Path, hub: Hub, monkeypatch: 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert names.resolve("org/see/q/model.gguf") == found
     assert names.resolve("org/see/q/model.gguf@main", offline=True) == found
+    receipt_path(found).unlink()
+    assert names.resolve("org/see/q/model.gguf") == found, "nothing but `attar verify` needs it"
 
 
 def test_a_name_that_does_not_match_is_not_taken_and_named(
@@ -117,3 +120,41 @@ def test_a_plan_counts_the_tower_by_headers_alone(pair: Path, hub: Hub, monkeypa
     again = questions.subject("org/see/model.gguf")
     assert replace(again, name=local.name) == local
     assert hub.sent == sent, "what the cache has is asked of no server"
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_plan_of_a_file_that_is_cached_without_its_mmproj_file(
+    listed: bool, pair: Path, hub: Hub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repos["org/see"] = files(pair.parent)
+    found = names.resolve("org/see/model.gguf")
+    (found.parent / "mmproj-model.gguf").unlink()  # as `hf download org/see model.gguf` leaves it
+    if not listed:
+        shutil.rmtree(found.parents[2] / "trees", ignore_errors=True)
+    hub.sent = 0
+    assert questions.subject("org/see/model.gguf").tower is not None
+    assert hub.sent > 0
+    sent = hub.sent
+    with monkeypatch.context() as offline, caplog.at_level(logging.WARNING):
+        offline.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert questions.subject("org/see/model.gguf").tower is None
+        if listed:
+            with user_error("file_not_found", "`hf download org/see mmproj-model.gguf`"):
+                names.resolve("org/see/model.gguf")
+    assert hub.sent == sent
+    assert "without images" in caplog.text
+    shutil.rmtree(found.parents[2] / "trees", ignore_errors=True)
+    del hub.repos["org/see"]["mmproj-model.gguf"]
+    assert questions.subject("org/see/model.gguf").tower is None
+    assert not [name for name in hub.whole if name.startswith("mmproj")][1:], "only `resolve` fetched it"
+
+
+def test_a_plan_of_a_damaged_file_in_the_cache_says_so(pair: Path, hub: Hub) -> None:
+    hub.repos["org/see"] = files(pair.parent)
+    found = names.resolve("org/see/model.gguf")
+    found.unlink()
+    found.write_bytes(b"GGML" + pair.read_bytes()[4:])
+    sent = hub.sent
+    with user_error("file_wrong_kind", "model.gguf"):
+        questions.subject("org/see/model.gguf")
+    assert hub.sent == sent

@@ -70,6 +70,25 @@ def test_a_gguf_file_by_its_name(hub: Hub, demo: Path, tmp_path: Path, monkeypat
         assert hub.sent < len(hub.repos["org/file"]["q/demo.gguf"])
 
 
+def test_a_model_in_parts_is_planned_by_the_headers_of_all(
+    hub: Hub, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = convert(demo, tmp_path / "demo.gguf", to="gguf", max_shard_bytes=2_000_000)
+    hub.repos["org/parts"] = {f"q/{name}": text for name, text in files(tmp_path).items()}
+    assert len(hub.repos["org/parts"]) > 2
+    monkeypatch.setattr(hub_headers, "FIRST_GGUF", 1000)
+    monkeypatch.setattr(hub_headers, "FIRST_PART", 100)
+    for name in (f"org/parts/q/{made.path.name}", "org/parts"):
+        hub.sent = 0
+        found = questions.subject(name)
+        assert (found.config, found.storage) == stored(made.path)
+        assert hub.sent < sum(map(len, hub.repos["org/parts"].values())) / 2
+    last = sorted(hub.repos["org/parts"])[-1]
+    del hub.repos["org/parts"][last]
+    with user_error("file_not_found", last):
+        questions.subject("org/parts")
+
+
 def test_a_vision_tower_is_counted_by_headers(hub: Hub, tmp_path: Path) -> None:
     """Of a folder with the settings of images, and of a GGUF file with its mmproj file."""
     path = tmp_path / "vision"

@@ -40,14 +40,14 @@ class GgufFile(OnDisk):
     thread-safe.
 
     Raises CheckpointError as `GgufPart` does for each of them, where a part is missing, doubled, of another model or
-    out of order, and where `path` is another part than the first. Without `whole`, the header of a model of one file
-    is enough, and no tensor can be read that is not there.
+    out of order, and where `path` is another part than the first. Without `whole`, the headers are enough, and no
+    tensor can be read that is not there.
     """
 
     def __init__(self, path: str | os.PathLike[str], whole: bool = True) -> None:
         first = GgufPart(path, whole)
         self.path, self.header, self.metadata = first.path, first.header, first.header.metadata
-        self.parts = [first] if first.header.part is None else _parts(first, first.header.part)
+        self.parts = [first] if first.header.part is None else _parts(first, first.header.part, whole)
         self.size = sum(part.size for part in self.parts)
         self._home = {name: part for part in self.parts for name in part.header.tensors}
 
@@ -80,7 +80,7 @@ class GgufFile(OnDisk):
         return raw
 
 
-def _parts(first: GgufPart, part: Part) -> list[GgufPart]:
+def _parts(first: GgufPart, part: Part, whole: bool) -> list[GgufPart]:
     """Open the other parts of a model. Raises CheckpointError as `GgufFile`; none is opened before all are there."""
     name = part_name(first.path)
     if part.index > 0:
@@ -106,7 +106,7 @@ def _parts(first: GgufPart, part: Part) -> list[GgufPart]:
         )
     files, seen = [first], dict.fromkeys(first.header.tensors, first)
     for index, path in enumerate(paths[1:], 1):
-        file = GgufPart(path)
+        file = GgufPart(path, whole)
         _check_part(file, index, first, part)
         for tensor in file.header.tensors:
             if tensor in seen:

@@ -60,13 +60,19 @@ class HubName:
 
 
 def resolve(
-    model: str | os.PathLike[str], *, revision: str | None = None, offline: bool | None = None, vila: bool = False
+    model: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    offline: bool | None = None,
+    vila: bool = False,
+    alone: bool = False,
 ) -> Path:
     """Return the folder of a model given as a local folder, `org/name[@revision]` on the Hub, or `demo`; of a GGUF
     file, which is `org/name/FILE.gguf[@revision]` on the Hub, the file.
 
     `offline` True looks in the cache alone; None leaves it to HF_HUB_OFFLINE. The three folders of VILA's layout are
-    downloaded with `vila` alone, for nothing but its conversion reads them. Raises CheckpointError with one sentence
+    downloaded with `vila` alone, for nothing but its conversion reads them. With `alone` a GGUF file is enough where
+    its mmproj file is not cached, and nothing is downloaded for it. Raises CheckpointError with one sentence
     that names the remedy.
     """
     name = os.fspath(model)
@@ -80,7 +86,7 @@ def resolve(
     revision = remote.revision or revision
     remote, offline = replace(remote, revision=revision), _is_off(offline)
     if remote.file is not None:
-        return _download_file(remote, remote.file, offline, hint)
+        return _download_file(remote, remote.file, offline, hint, alone)
     folder = _download(remote, offline, hint, ALLOW, IGNORE)
     whole = any(folder.glob("*.safetensors"))
     parts = _vila_parts(folder) if vila or not whole else []
@@ -194,22 +200,35 @@ def _is_off(offline: bool | None) -> bool:
     return bool(offline or huggingface_hub.constants.HF_HUB_OFFLINE)
 
 
-def _download_file(remote: HubName, file: str, offline: bool, hint: str) -> Path:
+def _download_file(remote: HubName, file: str, offline: bool, hint: str, alone: bool) -> Path:
     """Return the path of a GGUF file, with its other parts, mmproj file and receipt beside it, where it has these."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
     from attar.checkpoints.gguf.mmproj import PREFIX, path_of
     from attar.checkpoints.gguf.parts import part_paths
     from attar.checkpoints.receipts.place import of_file as receipt_of_file
 
     parts, tower = [each.as_posix() for each in part_paths(Path(file))], path_of(Path(file)).as_posix()
     beside = receipt_of_file(Path(file)).as_posix()
-    folder, repo = _download(remote, offline, hint, [*parts, tower, beside], []), remote.repo
+    wanted, repo = parts if alone else [*parts, tower, beside], remote.repo
+    try:
+        folder = _download(remote, offline, hint, wanted, [])
+    except CheckpointError as error:
+        if alone or not isinstance(error.__cause__, LocalEntryNotFoundError):
+            raise
+        with_tower = _cached(remote, [*parts, tower])  # the receipt is for `attar verify` alone
+        if with_tower is None and _cached(remote, parts) is not None:
+            raise _not_cached(remote, tower, offline, hint) from error
+        if with_tower is None:
+            raise
+        folder = with_tower
     for each in parts:
         if not (folder / each).is_file():
             listed = _listed(repo, folder.name, offline)
             if listed is None or each in listed:
                 raise _not_cached(remote, each, offline, hint)
             raise CheckpointError("file_not_found", f"{repo} has no file {each} on the Hub")
-    if not (folder / tower).is_file():
+    if not alone and not (folder / tower).is_file():
         listed = _listed(repo, folder.name, offline) or []
         others = [shown(each, 100) for each in sorted(listed) if Path(each).name.startswith(PREFIX)]
         if others:
@@ -219,6 +238,14 @@ def _download_file(remote: HubName, file: str, offline: bool, hint: str) -> Path
                 "folder, and name it %s", file, repo, ", ".join(others[:SHOWN]) + more, tower, file, Path(tower).name,
             )  # fmt: skip
     return folder / file
+
+
+def _cached(remote: HubName, wanted: list[str]) -> Path | None:
+    """Return the folder of those files of a repository that are wanted, None where the local cache lacks one."""
+    try:
+        return _download(remote, True, "", wanted, [])
+    except CheckpointError:
+        return None
 
 
 def _listed(repo: str, revision: str, offline: bool) -> list[str] | None:

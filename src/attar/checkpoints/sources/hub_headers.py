@@ -14,6 +14,7 @@ from pathlib import Path
 
 from attar.checkpoints.folder import CONFIG, INDEX, json_object, refuse_vila
 from attar.checkpoints.gguf import mmproj
+from attar.checkpoints.gguf.parts import part_name, part_paths
 from attar.checkpoints.safetensors import parse_header
 from attar.checkpoints.sources import hub
 from attar.checkpoints.sources.hub import HubName
@@ -22,6 +23,7 @@ from attar.images.settings import PREPROCESSOR, PROCESSOR
 
 MOST_SAFETENSORS, MOST_GGUF = 2_000_000, 32_000_000  # bytes that are fetched, config and listing included
 FIRST_GGUF = 1_000_000  # bytes of a GGUF file that are fetched first, and doubled until its header is whole
+FIRST_PART = 64_000  # of the second part and later ones, which have no vocabulary
 MOST_FILES = 512  # weight files of a model
 TIMEOUT = 20.0  # seconds without a byte
 
@@ -112,6 +114,7 @@ def _fetch(name: HubName, folder: Path) -> Path:
             refuse_vila(Path(str(name)), json_object(_whole(remote, CONFIG), Path(CONFIG), lenient=True))
         ggufs = [each for each in remote.files if each.lower().endswith(".gguf")]
         ggufs = [each for each in ggufs if not Path(each).name.startswith(mmproj.PREFIX)]
+        ggufs = [each for each in ggufs if (part := part_name(Path(each))) is None or part.number == 1]
         if len(ggufs) != 1:
             offered = f": name one of its GGUF files, as {name.repo}/{sorted(ggufs)[0]}" if ggufs else ""
             raise CheckpointError("checkpoint_incomplete", f"{name} has no safetensors weights on the Hub{offered}")
@@ -153,18 +156,24 @@ def _safetensors(remote: _Remote, files: list[str], folder: Path) -> None:
 
 
 def _gguf(remote: _Remote, file: str, folder: Path) -> Path:
-    """Write first bytes of a GGUF file, as many as its header has, and those of its mmproj file."""
-    if file not in remote.files:
-        raise CheckpointError("file_not_found", f"{remote.name} has no file {file} on the Hub")
-    if (tower := mmproj.path_of(Path(file)).as_posix()) in remote.files:
+    """Write first bytes of a GGUF file and its other parts, as many as their headers have, and those of its mmproj
+    file."""
+    parts, tower = [each.as_posix() for each in part_paths(Path(file))], mmproj.path_of(Path(file)).as_posix()
+    for each in parts:
+        if each not in remote.files:
+            raise CheckpointError("file_not_found", f"{remote.name} has no file {each} on the Hub")
+    if tower in remote.files:
         _gguf_header(remote, tower, folder)
-    return _gguf_header(remote, file, folder)
+    found = _gguf_header(remote, file, folder)
+    for each in parts[1:]:
+        _gguf_header(remote, each, folder, FIRST_PART)
+    return found
 
 
-def _gguf_header(remote: _Remote, file: str, folder: Path) -> Path:
+def _gguf_header(remote: _Remote, file: str, folder: Path, first: int | None = None) -> Path:
     from attar.checkpoints.gguf.file import GgufPart
 
-    path, at, wanted = folder / Path(file).name, 0, FIRST_GGUF
+    path, at, wanted = folder / Path(file).name, 0, first or FIRST_GGUF
     size = wanted
     while True:
         text, size = remote.read(file, at, min(wanted, size))

@@ -8,6 +8,7 @@ plan of a config.json with kept rates starts without it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,8 @@ from attar.plan.vision import TILES, TowerWeights
 
 if TYPE_CHECKING:
     from attar.checkpoints.sources.hub import HubName
+
+logger = logging.getLogger(__name__)
 
 Told = Callable[[str], None]
 MAX_CONFIG = 16_000_000
@@ -66,13 +69,29 @@ def subject(name: str) -> Subject:
 
 
 def _remote(name: str, remote: HubName) -> Subject:
-    """Return a model of the Hub: from the local cache where it is whole, else by the headers of its files."""
+    """Return a model of the Hub: from the local cache where it is whole, else by the headers of its files. A GGUF file
+    that is cached without its mmproj file is a language model only where the Hub cannot be asked."""
     from attar.checkpoints.sources import hub, hub_headers
 
-    with contextlib.suppress(CheckpointError):
-        return subject_at(name, hub.resolve(name, offline=True))
-    with tempfile.TemporaryDirectory(prefix="attar-plan-") as place:
-        return subject_at(name, hub_headers.fetch(remote, Path(place)), whole=False)
+    def cached(alone: bool) -> Subject | None:
+        try:
+            found = hub.resolve(name, offline=True, alone=alone)
+            return subject_at(name, found) if alone or hub.lacks_tower(remote, found) is False else None
+        except CheckpointError as error:
+            if error.code not in ("file_not_found", "checkpoint_incomplete"):
+                raise
+            return None
+
+    if (whole := cached(alone=False)) is not None:
+        return whole
+    try:
+        with tempfile.TemporaryDirectory(prefix="attar-plan-") as place:
+            return subject_at(name, hub_headers.fetch(remote, Path(place)), whole=False)
+    except CheckpointError as error:
+        if error.code != "download_failed" or remote.file is None or (found := cached(alone=True)) is None:
+            raise
+        logger.warning("%s is planned without images: the Hub cannot be asked for its mmproj file", name)
+        return found
 
 
 def _bare(name: str, path: Path) -> Subject:
