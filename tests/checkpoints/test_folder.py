@@ -277,6 +277,19 @@ def test_a_link_out_of_the_folder_is_not_carried(tmp_path: Path) -> None:
             Folder(folder).carry_files()
 
 
+def test_blobs_beside_a_folder_within_a_snapshot_are_carried_of_a_part_alone(tmp_path: Path) -> None:
+    """Any output may lie in a folder of a folder that is called snapshots."""
+    folder = tmp_path / "snapshots" / "x" / "out"
+    folder.mkdir(parents=True)
+    single(folder)
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "77").write_text("77")
+    (folder / "tokenizer.json").symlink_to("../../../blobs/77")
+    with user_error("file_unsafe", "tokenizer.json"):
+        Folder(folder).carry_files()
+    assert Folder(folder, is_part=True).carry_files() == ("tokenizer.json",)
+
+
 def test_links_within_a_model_are_carried(tmp_path: Path) -> None:
     """The folder's own, whatever it is reached through, and those of the Hub's cache."""
     folder = tmp_path / "models--a--b" / "snapshots" / "0a1b"

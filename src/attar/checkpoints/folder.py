@@ -117,11 +117,14 @@ class Folder(OnDisk):
     """An open checkpoint folder with its config read and its weight files checked.
 
     `config` is config.json as a dict; `files` maps each weight file's name to the open file. Raises CheckpointError
-    where the folder is not a model, or its files do not fit together. Reading is thread-safe.
+    where the folder is not a model, or its files do not fit together. Reading is thread-safe. `is_part`: it lies within
+    a model's folder, as VILA's three do.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    is_part = False
+
+    def __init__(self, path: str | os.PathLike[str], is_part: bool = False) -> None:
+        self.path, self.is_part = Path(path), is_part
         if not self.path.is_dir():
             raise self.error("file_not_found", "no such folder")
         self._refuse_other_kinds()
@@ -193,8 +196,8 @@ class Folder(OnDisk):
         by_name = {p.relative_to(self.path).as_posix(): p for p in found}
         names = sorted(name for name in by_name if any(fnmatchcase(name, wanted) for wanted in CARRIED))
         root = self.path.resolve()
-        hubs = [each.parent.parent for each in (root, root.parent) if each.parent.name == "snapshots"]  # or VILA's part
-        homes = [root, *(each / "blobs" for each in hubs)]
+        snapshot = root.parent if self.is_part else root
+        homes = [root, *([snapshot.parent.parent / "blobs"] if snapshot.parent.name == "snapshots" else [])]
         for name in names:
             target = by_name[name].resolve()
             if not any(target.is_relative_to(home) for home in homes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -211,6 +212,18 @@ def test_a_repository_of_pickles_gets_the_recipe(tmp_path: Path, calls: list[dic
     (tmp_path / "downloaded" / "model.safetensors").unlink()
     with user_error("checkpoint_incomplete"):
         hub.resolve("org/name")
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "../other", "a/b", "/etc", "a\nb"])
+def test_folders_of_vila_lie_within_the_repository(name: str, tmp_path: Path, calls: list[dict[str, Any]]) -> None:
+    config = {"llm_cfg": name, "vision_tower_cfg": "eyes[1]", "mm_projector_cfg": {}}
+    (tmp_path / "downloaded" / "config.json").write_text(json.dumps(config))
+    with user_error("file_unsafe", "llm_cfg"):
+        hub.resolve("org/name", vila=True)
+    assert len(calls) == 1
+    (tmp_path / "downloaded" / "config.json").write_text(json.dumps(config | {"llm_cfg": "words"}))
+    hub.resolve("org/name", vila=True)
+    assert {each.rpartition("/")[0] for each in calls[-1]["allow_patterns"]} == {"words", "eyes[[]1]", "mm_projector"}
 
 
 def test_the_cache_is_used_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -25,13 +25,14 @@ from attar.checkpoints.convert.dense import DenseFolder, Original
 from attar.checkpoints.folder import CONFIG, GENERATION, Folder, read_config, write_json
 from attar.checkpoints.receipts import receipt
 from attar.checkpoints.sources.hf import Checkpoint
-from attar.checkpoints.sources.vision import PREPROCESSOR, VisionFiles
+from attar.checkpoints.sources.vision import VisionFiles
 from attar.checkpoints.strict_io import naming
 from attar.formats.scheme import Part
+from attar.images.settings import PREPROCESSOR
 from attar.model.families import read_config as read_model
 from attar.model.vision import assembly
 from attar.model.vision.config import HALF, read_vision
-from attar.model.vision.wrappers import COMMON_TEXTS, is_vila
+from attar.model.vision.wrappers import COMMON_TEXTS, is_vila, vila_part
 from attar.text.tokenizer import Tokenizer
 
 LLM, TOWER, PROJECTOR = "llm", "vision_tower", "mm_projector"
@@ -147,20 +148,14 @@ class VilaFolder(Folder):
     def _open(self, part: str) -> Folder:
         """Open a part. Raises CheckpointError where it is missing, lies outside of the folder or is compressed."""
         key = f"{part}_cfg"
-        stated = self._outer.get(key)
-        name = part
-        if isinstance(stated, str):
-            name = PurePosixPath(stated).as_posix()
-            if "/" in name or name in (".", "..") or not name.isprintable():
-                raise self.error("file_unsafe", f"{key} in {CONFIG} names {stated!r:.80}, which is no folder within it")
-        elif stated is not None and not isinstance(stated, dict):
-            raise self.error("config_invalid", f"{key} in {CONFIG} is neither a config nor the name of a folder")
+        with naming(self.path / CONFIG):
+            name = vila_part(self._outer, key)
         place = self.path / name
         if not place.is_dir():
             raise self.error("checkpoint_incomplete", f"has no folder {name}, of which VILA's {key} speaks")
         if not place.resolve().is_relative_to(self.path.resolve()):
             raise self.error("file_unsafe", f"{name} is a link out of the folder")
-        found = Folder(place)
+        found = Folder(place, is_part=True)
         if found.config.get("quantization_config") is not None:
             said = f"{name} is compressed: `attar convert` reads VILA's folders in 16 or 32 bits, and `attar compress` "
             raise self.error("quantization_unsupported", said + "compresses what it writes")

@@ -17,8 +17,8 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attar.checkpoints.strict_io import CONVERT, CheckpointError, near
-from attar.model.vision.wrappers import VILA_PARTS, is_vila
+from attar.checkpoints.strict_io import CONVERT, CheckpointError, naming, near
+from attar.model.vision.wrappers import VILA_PARTS, is_vila, vila_part
 from attar.protocol.speculation import DRAFTERS, MATCH_FIRST
 from attar.strict_json import shown
 
@@ -168,17 +168,15 @@ def neighbours(path: Path, files: bool = False) -> str:
 
 
 def _vila_parts(folder: Path) -> list[str]:
-    """Return the names of VILA's folders that a downloaded config.json speaks of; [] for another model."""
+    """Return patterns of VILA's folders that a downloaded config.json speaks of; [] for another model. Raises
+    CheckpointError for a name that leads out of the folder."""
     from attar.checkpoints.folder import CONFIG, read_config
 
     config = read_config(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     if not is_vila(config):
         return []
-    stated = [config.get(key) for key in VILA_PARTS]
-    names = [
-        each if isinstance(each, str) else key[: -len("_cfg")] for each, key in zip(stated, VILA_PARTS, strict=True)
-    ]
-    return [glob.escape(name) for name in names if "/" not in name]  # one with a slash is refused when it is opened
+    with naming(folder / CONFIG):
+        return [glob.escape(vila_part(config, key)) for key in VILA_PARTS]
 
 
 def lacks_tower(remote: HubName, found: Path) -> bool | None:

@@ -21,7 +21,7 @@ from attar.formats.codecs import ggml_blocks
 from attar.formats.packed import PackedTensor
 from attar.formats.scheme import Scheme
 from attar.formats.weight_formats import GgmlBlocks
-from attar.images.settings import ImageSettings
+from attar.images.settings import PREPROCESSOR, ImageSettings
 from attar.kernels.dispatch import BackendWeights
 from attar.kernels.native.layouts import GGML
 from attar.kernels.operands import Linear
@@ -33,7 +33,6 @@ from attar.model.vision.model import VisionModel
 from attar.model.vision.tensors import tensors
 from attar.plan.vision import TowerWeights
 
-PREPROCESSOR = "preprocessor_config.json"
 WEIGHT = ".weight"
 
 

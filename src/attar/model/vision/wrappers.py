@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 
 from attar.errors import UserError
 from attar.model.fields import Fields
@@ -101,6 +102,20 @@ def is_vila(config: Mapping[str, object]) -> bool:
     names = config.get("architectures")
     named = isinstance(names, list) and any(each in VILA for each in names)
     return named or all(key in config for key in VILA_PARTS)
+
+
+def vila_part(config: Mapping[str, object], key: str) -> str:
+    """Return the name of VILA's folder for one of `VILA_PARTS`. Raises UserError for what is no name within a
+    folder."""
+    stated = config.get(key)
+    if stated is None or isinstance(stated, dict):
+        return key.removesuffix("_cfg")
+    if not isinstance(stated, str):
+        raise UserError("config_invalid", f"{key} is neither a config nor the name of a folder")
+    name = PurePosixPath(stated).as_posix()
+    if "/" in name or name in (".", "..") or not name.isprintable():
+        raise UserError("file_unsafe", f"{key} names {stated!r:.80}, which is no folder within it")
+    return name
 
 
 def refuse(architecture: str) -> None:
