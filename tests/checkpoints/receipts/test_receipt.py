@@ -227,6 +227,28 @@ def test_a_recorded_plan_replaces_an_earlier_one(folder: Path, tiny_decoder: Mak
         recorded.record_plan(tmp_path / "none", {})
 
 
+@pytest.mark.parametrize(
+    ("copied", "has_tower", "expected"),
+    [
+        (None, True, {"copied": {"tower": "bfloat16"}, "vision": {"scheme": None}, "images": {"kl_mean": 0.5}}),
+        ({"tower": "float32"}, True,
+         {"copied": {"tower": "float32"}, "vision": {"scheme": None}, "images": {"kl_mean": 0.5}}),
+        (None, False, {}), ({}, False, {}),
+    ],
+)  # fmt: skip
+def test_a_conversion_says_of_the_tower_what_its_output_has(
+    copied: dict[str, str] | None, has_tower: bool, expected: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    receipt.amend(folder, {"copied": {"tower": "bfloat16"}, "vision": {"scheme": None}, "images": {"kl_mean": 0.5}})
+    found = receipt.read_receipt(folder)
+    assert found is not None
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    assert receipt.carry(found, folder, copy, "00" * 32, None, copied, has_tower) is None
+    carried = json.loads((copy / "receipt.json").read_text())
+    assert {key: carried[key] for key in ("copied", "vision", "images") if key in carried} == expected
+
+
 def test_missing_and_added_files_are_named(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ evil }}")
     verdict = receipt.verify(folder, None, probes="none")

@@ -116,7 +116,7 @@ def convert(
         most = max_shard_bytes or MAX_SHARD
         done = file_to_folder(file, Path(dst), TARGETS[to], overwrite, report, most)
         done = replace(done, notes=done.notes + left_out(source))
-        return _with_receipt(found, source, done, report, {})
+        return _with_receipt(found, source, done, report, has_tower=False)
     checkpoint = Checkpoint.open(source, as_stored=True)
     if (checkpoint.folder.config.get("quantization_config") or {}).get("transform_config"):
         raise UserError(
@@ -125,8 +125,8 @@ def convert(
         )
     if to == GGUF:
         done = folder_to_file(checkpoint, Path(dst), overwrite, report, max_shard_bytes)
-        beside = mmproj.stored(Path(os.path.realpath(done.path)), OUTSIDE.get(checkpoint.config.architecture, ()))
-        return _with_receipt(found, source, done, report, beside)
+        copied = mmproj.stored(Path(os.path.realpath(done.path)), OUTSIDE.get(checkpoint.config.architecture, ()))
+        return _with_receipt(found, source, done, report, copied, has_tower=bool(copied))
     refuse_packed_outside(checkpoint, dense_names(checkpoint, packed_schemes(checkpoint)))
     done = folder_to_folder(checkpoint, Path(dst), TARGETS[to], overwrite, report, max_shard_bytes or MAX_SHARD)
     return _with_receipt(found, source, done, report)
@@ -137,16 +137,17 @@ def _with_receipt(
     source: Path,
     done: Converted,
     report: Progress,
-    beside: Mapping[str, str] | None = None,
+    copied: Mapping[str, str] | None = None,
+    has_tower: bool = True,
 ) -> Converted:
     """Copy the source's receipt to the finished output. A kill before leaves an output without a receipt, never one
-    with another's. `beside` is as in `receipt.carry`."""
+    with another's. `copied` and `has_tower` are those of `receipt.carry`."""
     if found is None:
         return done
     output = Path(os.path.realpath(done.path))  # the receipt lies beside the target of a link
     try:
         why = receipt.carry(
-            found, source, output, done.sha256, done.bits_per_weight, beside,
+            found, source, output, done.sha256, done.bits_per_weight, copied, has_tower,
             lambda n, total: report("hashing", n, total),
         )  # fmt: skip
     except (OSError, ValueError) as error:  # the output is whole

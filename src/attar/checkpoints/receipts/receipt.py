@@ -160,14 +160,16 @@ def carry(
     output: Path,
     digest: str,
     bits_per_weight: float | None,
-    beside: Mapping[str, str] | None = None,
+    copied: Mapping[str, str] | None = None,
+    has_tower: bool = True,
     progress: StageProgress | None = None,
 ) -> str | None:
     """Write the receipt of `output`, a conversion of `source` with bitwise equal values, to which the source's receipt
     applies too.
 
     `found` is the source's receipt, `digest` that of the values. The bits are those of the output, None where it packs
-    nothing. `beside` is what `copied` says of the output, empty for one without vision tower; None: as of the source.
+    nothing. `copied` are the modules beside the language model and their dtypes, None: as the source has them. What the
+    source's receipt says of a vision tower is left out without `has_tower`, which says whether the output has one.
     `progress(done, total)` counts hashed bytes, of both.
 
     Returns None, or the reason why no receipt is written: the source's files differ from its receipt. Raises ValueError
@@ -186,10 +188,11 @@ def carry(
     if (wrong := _verify_files(source, found, advance)) is not None:
         return f"the output gets no receipt, because the source's does not hold: {wrong.detail}"
     # The source's receipt is untrusted: unknown keys are left out, and so is nesting that indentation would make large.
-    # A plan is of the output's own layout, and the others of a vision tower that an output may lack.
-    left_out = {"plan"} if beside is None else {"plan", "copied"} if beside else {"plan", "copied", "vision", "images"}
+    # So is a plan, which is of the source's own layout.
+    left_out = {"plan"} if has_tower else {"plan", "copied", "vision", "images"}
     value = {key: found.value[key] for key in KEYS if key in found.value and key not in left_out}
-    value |= {"copied": dict(beside)} if beside else {}
+    if has_tower and copied is not None:
+        value["copied"] = dict(copied)
     if _deeper(value, DEEPEST):
         raise UserError("receipt_invalid", f"that of the source is nested more than {DEEPEST} deep")
     value |= {
