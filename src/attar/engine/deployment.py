@@ -30,6 +30,8 @@ from attar.plan.gpus import GpuSpec
 from attar.plan.sharing import Sharing
 from attar.plan.steps import StepLimits
 from attar.plan.vision import ImageLoad
+from attar.protocol.image_limits import MAX_ROWS
+from attar.protocol.images import check_sizes
 from attar.protocol.settings import Settings
 
 
@@ -171,7 +173,8 @@ def image_load(settings: Settings, subject: Subject, count: int, size: tuple[int
     """Return what `count` images of a height and width are in each request, to a server on a `gpu` or on CPUs.
 
     Raises UserError for a model without a vision tower, for settings that images do not go with, and for images that
-    the model or a server does not take.
+    the model or a server does not take in one request: too large, of too many rows, or of more than the model's context
+    less a token of prompt and one of answer.
     """
     from attar.engine.images.limits import no_images
 
@@ -183,9 +186,16 @@ def image_load(settings: Settings, subject: Subject, count: int, size: tuple[int
     if isinstance(subject.images, str):
         raise UserError("feature_unsupported", f"--images: {subject.images}")
     load = vision.images(config, subject.images, count, size)
+    check_sizes([size] * count, [load.tiles.shape] * count)
+    if load.rows > MAX_ROWS:
+        raise UserError("image_too_large", f"an image has {load.rows:,} rows, and at most {MAX_ROWS:,} are taken")
+    if load.tokens + 2 > (most := subject.config.context):
+        message = f"{count} image{'s' * (count > 1)} of {load.rows:,} rows take {load.tokens:,} tokens"
+        message += f": the model's context of {most:,} has no room for a prompt and an answer beside them"
+        raise UserError("context_exceeded", message)
     if (needed := load.feature_bytes(config)) > settings.image_cache:
         message = f"features of {count} images take {size_of(needed)}: a server keeps {size_of(settings.image_cache)}"
-        raise UserError("plan_does_not_fit", f"{message}, unless --image-cache says more")
+        raise UserError("plan_does_not_fit", f"{message}, unless `attar serve --image-cache` says more")
     return load
 
 

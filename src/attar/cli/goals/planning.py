@@ -239,7 +239,7 @@ def workload(config: GoalOptions, subject: Subject, load: ImageLoad | None = Non
         said = f"the first {len(arrivals)} requests of {config.trace} at their own times, of up to {longest:,} tokens"
         return Workload(users, 1, 1, arrivals), [f"{said}; the cache holds {users} of the longest"]
     rows = 0 if load is None else load.tokens
-    context = config.context or min(DEFAULT_CONTEXT, max(2, subject.config.context - rows))
+    context = config.context or min(DEFAULT_CONTEXT, subject.config.context - rows)
     if context < 2:
         raise UserError("option_out_of_range", "a plan by goals needs a --context of 2 tokens: a prompt and an answer")
     prompt = config.prompt if config.prompt is not None else max(1, context * 3 // 4)
