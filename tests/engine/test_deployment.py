@@ -171,8 +171,9 @@ def test_a_plan_in_less_memory_than_the_tower_is_refused() -> None:
         deployment.plan(Settings("m", "m", memory=1 << 20), subject, Demand(256), Hardware(8 << 30, "here", 1e9))
 
 
-def test_more_features_than_a_server_keeps_are_refused() -> None:
-    subject = questions.subject(str(tiny.folder("gemma3")))
+def test_more_features_than_a_server_keeps_are_refused(tmp_path: Path) -> None:
+    models.save("gemma3", tmp_path)
+    subject = questions.subject(str(tmp_path))
     assert subject.tower is not None
     load = deployment.image_load(Settings("m", "m"), subject, 2, (100, 50))
     needed = load.feature_bytes(subject.tower.config)
@@ -215,4 +216,7 @@ def test_a_config_json_tells_the_tower(tmp_path: Path) -> None:
     value = json.loads(given)
     value["vision_config"]["num_attention_heads"] = 7  # not a tower that is read: it is served as a language model
     (tmp_path / "config.json").write_text(json.dumps(value))
-    assert questions.subject(str(tmp_path)).tower is None
+    unread = questions.subject(str(tmp_path))
+    assert unread.tower is None
+    with user_error("feature_unsupported", "7 heads"):
+        deployment.image_load(Settings("m", "m"), unread, 1, (64, 64))

@@ -23,7 +23,7 @@ from attar.kernels.operands import Linear
 from attar.kernels.tiles import faster
 from attar.model.vision.config import VisionConfig
 from attar.model.vision.model import VisionModel
-from attar.model.vision.tiles import Tiles, attention_multiply_adds, multiply_adds, tower_rows
+from attar.model.vision.tiles import TILE, Tiles, attention_multiply_adds, products, tower_rows
 from attar.plan import vision
 from attar.plan.rates.profile import MachineProfile, Rate
 from attar.plan.vision import TowerWeights
@@ -38,6 +38,12 @@ def weights(path: Path) -> TowerWeights:
     found = deployment.subject_at("a model", path).tower
     assert found is not None
     return found
+
+
+def multiply_adds(config: VisionConfig, tiles: Tiles) -> int:
+    """Return the multiply-adds of tower and projector for an image."""
+    each = sum(product.multiply_adds for product in products(config, tiles))
+    return tiles.shape[0] * (each + attention_multiply_adds(config, tiles))
 
 
 def loaded(path: Path) -> VisionModel:
@@ -151,6 +157,17 @@ def test_the_time_is_products_attention_and_overhead(kind: str) -> None:
     slower = vision.encoding(stored, one, replace(profile, overheads=PROFILE.overheads), tiles=False)
     own = one.tiles.shape[0] * config.layers * tower_rows(config, one.tiles) * config.hidden
     assert slower.seconds - found.seconds == pytest.approx(own * PROFILE.overheads.element, rel=1e-6)
+
+
+def test_products_are_as_many_at_once_as_the_tower_computes() -> None:
+    """Where reading weights takes all the time, rows that the tower computes at once take it once."""
+    stored = weights(tiny.folder("qwen2_vl"))
+    linear = next(each for each in products(stored.config, Tiles((1, 64, 64), (16, 16), (64, 64))))
+    curve = replace(PROFILE.products["bf16"], rows=(1, 1024), seconds=(3.0, 3.0))
+    profile = replace(PROFILE, products={"bf16": curve})
+    for rows, reads in ((1, 1), (TILE, 1), (TILE + 1, 2), (2 * TILE, 2)):
+        seconds, _ = vision._product(stored, replace(linear, rows=rows), profile)
+        assert seconds == pytest.approx(3.0 * reads * linear.outputs * linear.columns, rel=NEAR)
 
 
 def test_a_quantized_tower_takes_the_curve_of_its_scheme() -> None:

@@ -50,12 +50,12 @@ def subject_at(name: str, path: Path, whole: bool = True) -> Subject:
     from attar.engine.images.limits import tower_weights
 
     config, storage = stored(path, whole)
-    tower = tower_weights(path, storage.dtype, whole)
+    tower, why = tower_weights(path, storage.dtype, whole)
     if tower is None:
-        return Subject(name, config, storage)
+        return Subject(name, config, storage, images=why or None)
     images: ImageSettings | str | None
     try:
-        images = image_settings.read(path, whole)
+        images = image_settings.read(path, whole) or f"{name} takes no images: it has no preprocessor_config.json"
     except UserError as error:
         images = str(error)
     return Subject(name, config, storage, tower, images)
@@ -179,7 +179,8 @@ def image_load(settings: Settings, subject: Subject, count: int, size: tuple[int
     from attar.engine.images.limits import no_images
 
     if subject.tower is None:
-        raise UserError("feature_unsupported", f"--images: {subject.name} has no vision tower that attar reads")
+        why = subject.images if isinstance(subject.images, str) else f"{subject.name} has no vision tower"
+        raise UserError("feature_unsupported", f"--images: {why}")
     config = subject.tower.config
     if (why := no_images(with_fields(settings, device="cuda") if gpu else settings, config)) is not None:
         raise UserError("option_conflict", f"--images does not go with {why}")

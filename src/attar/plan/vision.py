@@ -6,7 +6,7 @@ of it is then held in bfloat16.
 
     time of an image = products + attention + overhead
 
-The kernels multiply by the weights of a tower as by those of a decoder, `ROWS` rows at a time, so the profile's curves
+The kernels multiply by the weights of a tower as by those of a decoder, `TILE` rows at a time, so the profile's curves
 hold. On tiles products count by the rate of those in bfloat16, which a profile has where it was measured on such a
 processor. Attention counts by its multiply-adds at the rate of products, and norms and activations as those of a
 decoder's rows. Neither was measured of towers, so both may be half or double in the range. Torch-free.
@@ -25,6 +25,7 @@ from attar.images.settings import ImageSettings
 from attar.model.vision.config import VisionConfig
 from attar.model.vision.tensors import linears, tensors
 from attar.model.vision.tiles import (
+    TILE,
     Product,
     Tiles,
     attention_multiply_adds,
@@ -37,7 +38,6 @@ from attar.plan.rates.profile import MachineProfile
 from attar.plan.rates.step_time import Evidence, product_seconds
 
 UNMEASURED = 1.0  # relative error of parts that no rate is measured for: half to double
-ROWS = 64  # that a tower multiplies at once, as `model.vision.tower.TILE`
 FEATURE = 4  # bytes of a number of a feature row: rows of a decoder on CPUs are float32
 TILES = "amx"  # level of instructions of a profile whose processor has tiles
 SIZE = (768, 1024)  # height and width of an image, where none is given
@@ -124,7 +124,8 @@ def _any(config: VisionConfig) -> Tiles:
 
 @dataclass(frozen=True, slots=True)
 class ImageLoad:
-    """Images of each request: their number, the size of each, its tiles, and its rows in the prompt."""
+    """Images of each request: their number, the size of each, its tiles, and its rows in the prompt. Markers that some
+    models have around the rows of a tile or an image are text of the prompt, and are not counted."""
 
     count: int
     tiles: Tiles
@@ -132,7 +133,7 @@ class ImageLoad:
 
     @property
     def tokens(self) -> int:
-        """Return the positions that the images of a request take in the context."""
+        """Return the positions that the rows of a request's images take in the context, without markers."""
         return self.count * self.rows
 
     def feature_bytes(self, config: VisionConfig) -> int:
@@ -222,7 +223,7 @@ def _product(weights: TowerWeights, product: Product, profile: MachineProfile) -
     size = product.outputs * product.columns
     read = costs.read_bytes(product.outputs, product.columns, scheme, dtype) / size
     total = error = 0.0
-    for rows, times in ((ROWS, product.rows // ROWS), (product.rows % ROWS, 1)):
+    for rows, times in ((TILE, product.rows // TILE), (product.rows % TILE, 1)):
         if rows and times:
             each, spread = product_seconds(profile, scheme, read, rows)
             total, error = total + times * size * each, error + times * size * each * spread

@@ -12,6 +12,7 @@ import pytest
 
 from attar import env
 from attar.checkpoints.convert.run import convert
+from attar.checkpoints.gguf import mmproj
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.sources.opening import stored
 from attar.engine import deployment
@@ -130,6 +131,23 @@ def test_settings_of_images_beside_a_config(tmp_path: Path) -> None:
     assert isinstance(wrong.images, str)
     with user_error("feature_unsupported", "do_resize"):
         deployment.image_load(Settings("m", "m"), wrong, 1, (64, 64))
+
+
+def test_why_a_checkpoint_takes_no_images_is_said(tmp_path: Path) -> None:
+    """The server takes none either: from a folder without settings of images, and beside a damaged mmproj file."""
+    models.save("smolvlm", tmp_path / "whole")
+    convert(tmp_path / "whole", tmp_path / "out.gguf", to="gguf")
+    (tmp_path / "whole" / "preprocessor_config.json").unlink()
+    file = mmproj.path_of(tmp_path / "out.gguf")
+    file.write_bytes(b"XXXX" + file.read_bytes()[4:])
+    for name, word in (("whole", "preprocessor_config.json"), ("out.gguf", file.name)):
+        found = questions.subject(str(tmp_path / name))
+        assert isinstance(found.images, str)
+        with user_error("feature_unsupported", word):
+            deployment.image_load(Settings("m", "m"), found, 1, (64, 64))
+    text = replace(found, images=None)
+    with user_error("feature_unsupported", "no vision tower"):
+        deployment.image_load(Settings("m", "m"), text, 1, (64, 64))
 
 
 def test_the_rate_of_tiles_is_measured_once_where_it_is_needed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from attar.checkpoints.sources.vision import tower_at
+from attar.checkpoints.sources.vision import StoredTower, tower_at
 from attar.errors import UserError
 from attar.kv import schemes
 from attar.kv.schemes import KvScheme
@@ -49,9 +49,21 @@ def against_images(config: VisionConfig, device: str, processes: int, draft: str
 
 def tower_of(path: Path) -> tuple[VisionConfig | None, str]:
     """Return the vision tower that a checkpoint has, None without one, and why one that there is cannot be used."""
+    tower, why = _found(path)
+    return None if tower is None else tower.config, why
+
+
+def tower_weights(path: Path, dtype: str, whole: bool = True) -> tuple[TowerWeights | None, str]:
+    """Return the weights of the vision tower that a checkpoint has, for plans, from headers alone: None without one,
+    and why one that there is cannot be used. `dtype` is that of tensors which the files lack. Without `whole`, headers
+    of GGUF files may be all there is. Raises CheckpointError for tensors that loading refuses."""
+    tower, why = _found(path, whole)
+    return None if tower is None else tower.weights(dtype), why
+
+
+def _found(path: Path, whole: bool = True) -> tuple[StoredTower | None, str]:
     try:
-        tower = tower_at(path)
-        return None if tower is None else tower.config, ""
+        return tower_at(path, whole), ""
     except UserError as error:
         return None, str(error)
 
@@ -68,17 +80,6 @@ def no_images(settings: Settings, config: VisionConfig) -> str | None:
     few = bool(settings.sparse_attention or settings.sparse_prefill)
     other = Beside(bool(settings.kv_eviction), few, None if settings.kv is None else schemes.scheme(settings.kv))
     return against_images(config, settings.device, settings.tp * settings.pp, settings.draft, other)
-
-
-def tower_weights(path: Path, dtype: str, whole: bool = True) -> TowerWeights | None:
-    """Return the weights of the vision tower that a checkpoint has, for plans, from headers alone; None without one, or
-    with one that cannot be used. `dtype` is that of tensors which the files lack. Without `whole`, headers of GGUF
-    files may be all there is. Raises CheckpointError as loading does."""
-    try:
-        tower = tower_at(path, whole)
-    except UserError:
-        return None
-    return None if tower is None else tower.weights(dtype)
 
 
 def check_drafter(drafter: Drafter | None) -> None:

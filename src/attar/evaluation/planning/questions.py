@@ -92,11 +92,13 @@ def _bare(name: str, path: Path) -> Subject:
     config = read_config(value)
     candidates.check_size(config)
     dtype = config.dtype if config.dtype in ITEM_BITS and config.dtype != "float32" else "bfloat16"
-    vision, images = None, None
-    with contextlib.suppress(UserError):  # of a tower that is not read; such a model is served as a language model
+    try:
         vision = read_vision(value, config.hidden)
+    except UserError as error:  # of a tower that is not read: such a model is served as a language model
+        return Subject(name, config, Storage(dtype=dtype), images=str(error))
     if vision is None:
         return Subject(name, config, Storage(dtype=dtype))
+    images = None
     if path.name == CONFIG:  # what lies beside it is of the same model
         images = _images(path.parent)
     return Subject(name, config, Storage(dtype=dtype), TowerWeights(vision, dtype, {}), images)
