@@ -79,7 +79,7 @@ def test_bytes_are_those_that_a_server_loads(kind: str, halves: dict[str, Path],
     whole = tiny.folder(kind)
     assert weights(whole).bytes(tiles) == loaded(whole).nbytes
     assert weights(halves[kind]).bytes(tiles) == loaded(halves[kind]).nbytes
-    assert weights(halves[kind]).on_tiles(tiles) == tiles
+    assert weights(halves[kind]).on_amx(tiles) == tiles
 
 
 @pytest.mark.parametrize("scheme", vision.QUANTIZED)
@@ -146,15 +146,15 @@ def test_the_time_is_products_attention_and_overhead(kind: str) -> None:
     """The range holds products by the spread of their curve, and all else from half to double."""
     picture, stored = seen.pictures(kind)[-1], weights(tiny.folder(kind))
     config, one, profile = stored.config, load(stored.config, picture), free(FLOATS)
-    found = vision.encoding(stored, one, profile, tiles=False)
+    found = vision.encoding(stored, one, profile, amx=False)
     all_of, mixing = multiply_adds(config, one.tiles), one.tiles.shape[0] * attention_multiply_adds(config, one.tiles)
     assert found.seconds == pytest.approx(2 * all_of / FLOATS, rel=NEAR)
     assert found.spread == pytest.approx((0.25 * (all_of - mixing) + mixing) / all_of, rel=NEAR)
     assert found.evidence == "fitted"
     assert found.range == (found.seconds / (1 + found.spread), found.seconds * (1 + found.spread))
-    more = vision.encoding(stored, load(config, picture, 3), profile, tiles=False)
+    more = vision.encoding(stored, load(config, picture, 3), profile, amx=False)
     assert more.seconds == pytest.approx(3 * found.seconds, rel=NEAR)
-    slower = vision.encoding(stored, one, replace(profile, overheads=PROFILE.overheads), tiles=False)
+    slower = vision.encoding(stored, one, replace(profile, overheads=PROFILE.overheads), amx=False)
     own = one.tiles.shape[0] * config.layers * tower_rows(config, one.tiles) * config.hidden
     assert slower.seconds - found.seconds == pytest.approx(own * PROFILE.overheads.element, rel=1e-6)
 
@@ -174,9 +174,9 @@ def test_a_quantized_tower_takes_the_curve_of_its_scheme() -> None:
     """w8a8 has a curve of its own, and is faster here than dense weights; w8 is fitted."""
     picture, stored = seen.pictures("smolvlm")[1], weights(tiny.folder("smolvlm"))
     one = load(stored.config, picture)
-    seconds = {"stored": vision.encoding(stored, one, PROFILE, tiles=False).seconds}
+    seconds = {"stored": vision.encoding(stored, one, PROFILE, amx=False).seconds}
     for name in vision.QUANTIZED:
-        seconds[name] = vision.encoding(stored.quantized(Scheme.parse(name)), one, PROFILE, tiles=False).seconds
+        seconds[name] = vision.encoding(stored.quantized(Scheme.parse(name)), one, PROFILE, amx=False).seconds
     assert seconds["w8a8"] < seconds["stored"]
     assert len(set(seconds.values())) == 3
 
@@ -185,8 +185,8 @@ def test_a_tower_on_tiles_needs_their_rate(halves: dict[str, Path]) -> None:
     picture, stored = seen.pictures("smolvlm")[0], weights(halves["smolvlm"])
     one = load(stored.config, picture)
     with user_error("option_conflict", "bench --rates"):
-        vision.encoding(stored, one, PROFILE, tiles=True)
-    found = vision.encoding(stored, one, replace(free(FLOATS), bf16_tiles=Rate(1e12, 0.1)), tiles=True)
+        vision.encoding(stored, one, PROFILE, amx=True)
+    found = vision.encoding(stored, one, replace(free(FLOATS), bf16_tiles=Rate(1e12, 0.1)), amx=True)
     assert found.seconds == pytest.approx(2e-12 * multiply_adds(stored.config, one.tiles), rel=NEAR)
     assert 0.1 < found.spread < 1
 
@@ -221,4 +221,4 @@ def test_without_a_preprocessor_one_tile_has_its_rows() -> None:
 
 
 def test_this_machine_says_whether_it_has_tiles() -> None:
-    assert deployment.on_tiles() == faster()
+    assert deployment.has_amx() == faster()

@@ -56,7 +56,7 @@ class PlanConfig(SchedulerOptions):
         "Workload", "N", "Tokens of prompt and output.", min=1, default="the model's, or what fits",
     )] = None  # fmt: skip
     images: Annotated[int | None, option(
-        "Workload", "N", "Images of each request. Their rows, without markers, are added to --context.", min=1, max=MAX_IMAGES,
+        "Workload", "N", "Images of each request. Their rows are added to --context.", min=1, max=MAX_IMAGES,
     )] = None  # fmt: skip
     image_size: Annotated[
         str | None, option("Workload", "PIXELS", "Width and height of each image.", default="1024x768")

@@ -146,12 +146,12 @@ def plan(
         subject, demand, hardware, precisions, StepLimits.of(limits, settings.threads or machine.cores()),
         CacheLimits(settings.max_cached_tokens, settings.kv_fraction), adapters, share,
     )  # fmt: skip
-    tower = subject.tower.choices(on_tiles()) if images and subject.tower is not None else {}
+    tower = subject.tower.choices(has_amx()) if images and subject.tower is not None else {}
     return replace(made, images=images, tower=tower, image_load=load)
 
 
-def image_bytes(settings: Settings, subject: Subject, tiles: bool | None = None) -> int:
-    """Return the bytes of a model's vision tower and projector, and of features of images, on a CPU with `tiles` or
+def image_bytes(settings: Settings, subject: Subject, amx: bool | None = None) -> int:
+    """Return the bytes of a model's vision tower and projector, and of features of images, on a CPU with `amx` or
     without, by default this one; 0 where an engine of these settings takes no images."""
     if subject.tower is None:
         return 0
@@ -159,11 +159,11 @@ def image_bytes(settings: Settings, subject: Subject, tiles: bool | None = None)
 
     if no_images(settings, subject.tower.config) is not None:
         return 0
-    return subject.tower.bytes(on_tiles() if tiles is None else tiles) + settings.image_cache
+    return subject.tower.bytes(has_amx() if amx is None else amx) + settings.image_cache
 
 
-def on_tiles() -> bool:
-    """Return whether this machine has tiles, on which towers stored in bfloat16 are computed in it."""
+def has_amx() -> bool:
+    """Return whether this machine has AMX, on which towers stored in bfloat16 are computed in it."""
     from attar.kernels.tiles import faster
 
     return faster()
@@ -179,8 +179,8 @@ def image_load(settings: Settings, subject: Subject, count: int, size: tuple[int
     from attar.engine.images.limits import no_images
 
     if subject.tower is None:
-        why = subject.images if isinstance(subject.images, str) else f"{subject.name} has no vision tower"
-        raise UserError("feature_unsupported", f"--images: {why}")
+        reason = subject.images if isinstance(subject.images, str) else f"{subject.name} has no vision tower"
+        raise UserError("feature_unsupported", f"--images: {reason}")
     config = subject.tower.config
     if (why := no_images(with_fields(settings, device="cuda") if gpu else settings, config)) is not None:
         raise UserError("option_conflict", f"--images does not go with {why}")

@@ -1,13 +1,13 @@
 """A vision tower and its projector before anything is loaded: bytes of their weights, and time of an image.
 
 A start lays weights out for the kernels: dense linears in their stored dtype, quantized ones as their scheme's layout,
-all else in float32. A tower that is stored in bfloat16 is computed in bfloat16 where the processor has tiles (AMX); all
-of it is then held in bfloat16.
+all else in float32. A tower that is stored in bfloat16 is computed in bfloat16 where the processor has AMX; all of it
+is then held in bfloat16.
 
     time of an image = products + attention + overhead
 
 The kernels multiply by the weights of a tower as by those of a decoder, `TILE` rows at a time, so the profile's curves
-hold. On tiles products count by the rate of those in bfloat16, which a profile has where it was measured on such a
+hold. On AMX products count by the rate of those in bfloat16, which a profile has where it was measured on such a
 processor. Attention counts by its multiply-adds at the rate of products, and norms and activations as those of a
 decoder's rows. Neither was measured of towers, so both may be half or double in the range. Torch-free.
 """
@@ -39,7 +39,7 @@ from attar.plan.rates.step_time import Evidence, product_seconds
 
 UNMEASURED = 1.0  # relative error of parts that no rate is measured for: half to double
 FEATURE = 4  # bytes of a number of a feature row: rows of a decoder on CPUs are float32
-TILES = "amx"  # level of instructions of a profile whose processor has tiles
+AMX = "amx"  # level of instructions of a profile whose processor multiplies bfloat16 by AMX
 SIZE = (768, 1024)  # height and width of an image, where none is given
 
 QUANTIZED = ("w8", "w8a8")  # what `attar compress --vision` makes of linears
@@ -73,7 +73,7 @@ class TowerWeights:
 
     @property
     def size(self) -> int:
-        """Return the bytes of the weights on disk."""
+        """Return the bytes on disk of the weights that run. A file may have more, such as layers without a use."""
         total = 0
         for part, name, shape in tensors(self.config):
             stored = self.of(part, name)
@@ -83,21 +83,21 @@ class TowerWeights:
                 total += math.prod(shape) * ITEM_BITS[stored] // 8
         return total
 
-    def choices(self, tiles: bool) -> dict[str, int]:
+    def choices(self, amx: bool) -> dict[str, int]:
         """Return the bytes of the weights once they are loaded: as they are `stored`, and as `attar compress --vision`
         would write them, where no linear is quantized yet."""
-        found = {"stored": self.bytes(tiles)}
+        found = {"stored": self.bytes(amx)}
         if any(isinstance(each, Scheme) for each in self.stored.values()):
             return found
-        return found | {name: self.quantized(Scheme.parse(name)).bytes(tiles) for name in QUANTIZED}
+        return found | {name: self.quantized(Scheme.parse(name)).bytes(amx) for name in QUANTIZED}
 
-    def on_tiles(self, tiles: bool) -> bool:
-        """Return whether the tower is computed in bfloat16, on a processor with `tiles` or without."""
-        return tiles and all(self.of(part, name) == "bfloat16" for part, name, _ in tensors(self.config))
+    def on_amx(self, amx: bool) -> bool:
+        """Return whether the tower is computed in bfloat16, on a processor with `amx` or without."""
+        return amx and all(self.of(part, name) == "bfloat16" for part, name, _ in tensors(self.config))
 
-    def bytes(self, tiles: bool) -> int:
+    def bytes(self, amx: bool) -> int:
         """Return the bytes of the weights once they are loaded."""
-        if self.on_tiles(tiles):
+        if self.on_amx(amx):
             return 2 * self._held()
         matrices = {(each.part, each.name): each for each in products(self.config, _any(self.config))}
         total = 4 * self._held(matrices)
@@ -173,7 +173,7 @@ def images(config: VisionConfig, settings: ImageSettings | None, count: int, siz
 
 
 @dataclass(frozen=True, slots=True)
-class Encoding:
+class EncodingTime:
     """Seconds that a tower takes for the images of a request, and their relative error."""
 
     load: ImageLoad
@@ -193,15 +193,15 @@ class Encoding:
         return {**self.load.to_dict(), "encoding": found}
 
 
-def encoding(weights: TowerWeights, load: ImageLoad, profile: MachineProfile, tiles: bool) -> Encoding:
+def encoding(weights: TowerWeights, load: ImageLoad, profile: MachineProfile, amx: bool) -> EncodingTime:
     """Return the time of a request's images. Raises UserError where the profile lacks the rate that it needs."""
     config, shape = weights.config, load.tiles
     overhead = config.layers * profile.overheads.element * tower_rows(config, shape) * config.hidden
-    if weights.on_tiles(tiles):
+    if weights.on_amx(amx):
         if profile.bf16_tiles is None:
             message = (
-                "--images: the vision tower is computed in bfloat16 on tiles, and the rates have no such products: "
-                "attar bench --rates measures them"
+                "--images: the vision tower is computed in bfloat16 on AMX, and the rates have no such products: "
+                "attar bench --rates measures them, where PyTorch has oneDNN"
             )
             raise UserError("option_conflict", message)
         rate = profile.bf16_tiles
@@ -213,7 +213,7 @@ def encoding(weights: TowerWeights, load: ImageLoad, profile: MachineProfile, ti
         seconds, error = (sum(part) for part in zip(*found, strict=True))
     beside = overhead + 2.0 * attention_multiply_adds(config, shape) / rate.value
     whole = seconds + beside
-    return Encoding(load, load.count * shape.shape[0] * whole, (error + UNMEASURED * beside) / whole)
+    return EncodingTime(load, load.count * shape.shape[0] * whole, (error + UNMEASURED * beside) / whole)
 
 
 def _product(weights: TowerWeights, product: Product, profile: MachineProfile) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from attar.evaluation.planning import machine_rates, questions
 from attar.images.settings import ImageSettings
 from attar.plan.rates import store
 from attar.plan.rates.profile import MachineProfile, Rate
-from attar.plan.vision import TILES
+from attar.plan.vision import AMX
 from attar.protocol.settings import Settings
 from tests.engine.images import models
 from tests.errors import user_error
@@ -160,15 +160,21 @@ def test_the_rate_of_tiles_is_measured_once_where_it_is_needed(
         return Rate(1e12)
 
     monkeypatch.setattr(machine_rates, "bf16_tiles", measured)
-    monkeypatch.setattr(machine_rates, "measure", lambda: replace(here, isa=TILES))
+    monkeypatch.setattr(machine_rates, "measure", lambda: replace(here, isa=AMX))
     assert questions.rates(None, ["bf16"], lambda _: None).profile.bf16_tiles is None
+    told = list[str]()
+    monkeypatch.setattr(deployment, "has_amx", lambda: False)
+    assert questions.rates(None, ["bf16"], told.append, amx=True).profile.bf16_tiles is None
+    assert not made, "towers are computed without AMX here"
+    monkeypatch.setattr(deployment, "has_amx", lambda: True)
     for _ in range(2):
-        assert questions.rates(None, ["bf16"], lambda _: None, tiles=True).profile.bf16_tiles == Rate(1e12)
-    assert len(made) == 1
+        assert questions.rates(None, ["bf16"], told.append, amx=True).profile.bf16_tiles == Rate(1e12)
+    assert len(made) == len(told) == 1
+    assert "bfloat16" in told[0]
 
 
 def test_other_processors_have_no_rate_of_tiles(here: MachineProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_rates, "bf16_tiles", lambda: pytest.fail("measured"))
     monkeypatch.setattr(machine_rates, "measure", lambda: here)
     for _ in range(2):
-        assert questions.rates(None, ["bf16"], lambda _: None, tiles=True).profile.bf16_tiles is None
+        assert questions.rates(None, ["bf16"], lambda _: None, amx=True).profile.bf16_tiles is None

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from attar.model.shapes import shape
 from attar.model.split import Share
+from attar.model.vision.against import Beside, against
 from attar.model.vision.config import VisionConfig
 from attar.model.vision.tiles import Tiles
 from attar.plan import costs
@@ -24,7 +25,7 @@ from attar.plan.goals.search import Question, Workload
 from attar.plan.gpus import gpu_spec
 from attar.plan.rates.step_time import of_gpu
 from attar.plan.steps import StepLimits
-from attar.plan.vision import Encoding, ImageLoad
+from attar.plan.vision import EncodingTime, ImageLoad
 from tests.errors import user_error
 from tests.pretend_rates import PROFILE
 
@@ -121,7 +122,7 @@ def seeing(users: int, seconds: float, **changes: Any) -> Question:
     """A question whose requests have an image of 256 rows, which takes a tower so long, half to double."""
     asked = question("kl<=0.1", users)
     load = ImageLoad(1, Tiles((1, 896, 896), (1, 1), (896, 896)), 256)
-    work = replace(asked.workload, encoding=Encoding(load, seconds, 1.0))
+    work = replace(asked.workload, encoding=EncodingTime(load, seconds, 1.0))
     return replace(asked, workload=work, images=10**9, tower_size=4 * 10**8, vision=VISION, **changes)
 
 
@@ -149,6 +150,8 @@ def test_what_images_do_not_go_with_is_rejected() -> None:
     answer = search.search(seeing(1, 0.1))
     found = {each.technique: each.reason for each in answer.rejected}
     assert {"sparse attention", "KV eviction sink", "KV eviction snapkv", "KV cache in kivi4"} <= set(found)
+    assert found["sparse attention"] == found["KV cache in kivi4"] == against(VISION, Beside(few=True))
+    assert found["KV eviction sink"] == against(VISION, Beside(evicts=True))
     assert all(not each.kv.recent for each in answer.all)
     rows = {each.technique: each for each in advice.advise(answer.question, answer.nearest.kv)}
     assert not rows["sparse attention"].pays

@@ -155,7 +155,7 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
     from attar.plan.rates import store
     from attar.plan.rates.step_time import of_gpu
     from attar.plan.steps import StepLimits
-    from attar.plan.vision import TILES, encoding
+    from attar.plan.vision import AMX, encoding
 
     require_users(config.users)
     subject = config.shape or questions.subject(config.name)
@@ -180,11 +180,13 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
             notes.append(f"memory is of each of {share.count} GPUs, and what they send each other takes no time here")
     else:
         storages, tower = _storages(subject, [each.storage for each in outputs]), subject.tower
-        tiles = load is not None and tower is not None and tower.on_tiles(True)
-        known = questions.rates(config.rates, questions.curve_names(subject.config, storages), tell, tiles)
+        wide = load is not None and tower is not None and tower.on_amx(True)
+        known = questions.rates(config.rates, questions.curve_names(subject.config, storages), tell, wide)
         profile = known.profile
+        # Rates of this machine may be of AMX that PyTorch does not use: its towers are then computed in float32.
+        amx = tower is not None and profile.isa == AMX and (not known.here or deployment.has_amx())
         if load is not None and tower is not None:
-            seen = encoding(tower, load, profile, profile.isa == TILES)
+            seen = encoding(tower, load, profile, amx)
             work = replace(work, encoding=seen)
             low, high = (shown("ttft", each) for each in seen.range)
             took = f"{shown('ttft', seen.seconds)} ({seen.evidence}, {low} to {high})"
@@ -195,7 +197,7 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
             f"rates of {profile.measured}: {profile.bandwidth.value / 1e9:.1f} GB/s ± {profile.bandwidth.spread:.0%}, "
             f"{profile.isa}, {_threads(profile.key.threads)}"
         )
-        images = deployment.image_bytes(settings, subject, profile.isa == TILES)
+        images = deployment.image_bytes(settings, subject, amx)
         if images:
             notes.append(f"memory holds {size(images)} of vision tower, projector and features of images")
         notes.append(f"memory {source if memory is None else f'{memory / 1e9:.3g} GB, {source}'}")

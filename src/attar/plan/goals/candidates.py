@@ -14,6 +14,7 @@ from attar.formats.scheme import ITEM_BITS
 from attar.kv.schemes import SCHEMES, KvScheme
 from attar.model.config import ModelConfig
 from attar.model.split import Share
+from attar.model.vision.against import Beside, against
 from attar.model.vision.config import VisionConfig
 from attar.plan import costs, gpus
 from attar.plan.costs import Storage
@@ -159,8 +160,9 @@ def kv(
         except ValueError as error:
             out.append(Rejected(f"KV cache in {name}", str(error)))
         else:
-            if vision is not None and vision.bidirectional and SCHEMES[name].recent:
-                out.append(Rejected(f"KV cache in {name}", "rows of one image see each other"))
+            why = None if vision is None else against(vision, Beside(scheme=SCHEMES[name]))
+            if why is not None:
+                out.append(Rejected(f"KV cache in {name}", why))
             else:
                 found.append(SCHEMES[name])
     if not found:
