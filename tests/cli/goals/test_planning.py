@@ -307,6 +307,9 @@ def test_several_gpus_are_planned_for_and_several_cpu_processes_are_not() -> Non
     assert two["chosen"]["memory"]["value"] < one["chosen"]["memory"]["value"]
     assert "--tp 2" in two["commands"][-1]
     assert any("send each other" in note for note in two["notes"])
+    _, stages = run(f"{command} --gpu h100 --pp 2")
+    assert any("TTFT is an upper bound" in note for note in stages["notes"])
+    assert not any("TTFT is an upper bound" in note for note in two["notes"])
     for more in ("--tp 2", "--pp 2"):
         status, said = run(f"{command} {more}")
         assert (status, said["code"]) == (2, "option_conflict")

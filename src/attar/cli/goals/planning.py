@@ -178,6 +178,8 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
         notes.append(f"{gpu.name}: times are limits of its {said}; memory {memory / 1e9:.3g} GB")
         if share.count > 1:
             notes.append(f"memory is of each of {share.count} GPUs, and what they send each other takes no time here")
+        if share.pp > 1:
+            notes.append("stages take a prompt one after another here, and overlap when served: TTFT is an upper bound")
     else:
         storages, tower = _storages(subject, [each.storage for each in outputs]), subject.tower
         wide = load is not None and tower is not None and tower.on_amx(True)

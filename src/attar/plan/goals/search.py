@@ -92,8 +92,9 @@ class Question:
 
     def steps(self, storage: Storage, kv: KvScheme) -> StepModel:
         """Return the step-time model of weights and a cache: of one GPU's part of all layers, because pipeline stages
-        run one after another. What GPUs send each other takes no time in it. Raises UserError for weights that cannot
-        be split so."""
+        run one after another in decoding. So they do here for prompts, whose pieces really overlap: times of prompts
+        are upper bounds with `pp`. What GPUs send each other takes no time. Raises UserError for weights that cannot be
+        split so."""
         stage = planning.shared(self.config, storage, Share(0, self.share.tp))[1]
         return StepModel(stage, storage, kv, self.profile)
 
