@@ -205,6 +205,20 @@ def test_images_that_a_server_refuses_are_refused(tmp_path: Path) -> None:
         deployment.image_load(settings, less, 1, (100, 100))
 
 
+def test_a_context_that_is_left_open_holds_the_images(tmp_path: Path) -> None:
+    """Text alone gets what fits; a cache of fewer tokens than the images have is too small for a request."""
+    models.save("qwen2_vl", tmp_path)
+    subject = questions.subject(str(tmp_path))
+    load = deployment.image_load(Settings("m", "m"), subject, 4, (100, 100))
+    assert load.least <= subject.config.context
+    here, asked = Hardware(8 << 30, "here", 1e9), Settings("m", "m", kv="float32", threads=1, max_cached_tokens=64)
+    text, seen = (deployment.plan(asked, subject, Demand(), here, each).rows[0] for each in (None, load))
+    assert text.fits
+    assert text.fit.context == 64 < load.least
+    assert not seen.fits
+    assert seen.fit.context == load.least
+
+
 def test_a_config_json_tells_the_tower(tmp_path: Path) -> None:
     given = (tiny.folder("smolvlm") / "config.json").read_text()
     (tmp_path / "config.json").write_text(given)

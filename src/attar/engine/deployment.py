@@ -142,8 +142,9 @@ def plan(
 
         folders = [Path(folder) for _, folder in settings.adapters]
         adapters = lora.memory(folders, subject.config, limits.max_step_tokens, share)
+    least = demand if load is None or demand.context is not None else replace(demand, least=load.least)
     made = comparison.plan(
-        subject, demand, hardware, precisions, StepLimits.of(limits, settings.threads or machine.cores()),
+        subject, least, hardware, precisions, StepLimits.of(limits, settings.threads or machine.cores()),
         CacheLimits(settings.max_cached_tokens, settings.kv_fraction), adapters, share,
     )  # fmt: skip
     tower = subject.tower.choices(has_amx()) if images and subject.tower is not None else {}
@@ -190,7 +191,7 @@ def image_load(settings: Settings, subject: Subject, count: int, size: tuple[int
     check_sizes([size] * count, [load.tiles.shape] * count)
     if load.rows > MAX_ROWS:
         raise UserError("image_too_large", f"an image has {load.rows:,} rows, and at most {MAX_ROWS:,} are taken")
-    if load.tokens + 2 > (most := subject.config.context):
+    if load.least > (most := subject.config.context):
         message = f"{count} image{'s' * (count > 1)} of {load.rows:,} rows take {load.tokens:,} tokens"
         message += f": the model's context of {most:,} has no room for a prompt and an answer beside them"
         raise UserError("context_exceeded", message)

@@ -237,6 +237,8 @@ def plan(
                         raise
                     break
                 found = start(deployment, hardware.memory, limits, context, cache, adapters)
+                if found.context < demand.least:
+                    found = start(deployment, hardware.memory, limits, demand.least, cache, adapters)
                 yield _row(deployment, found, demand.users, hardware)
 
     splits = []

@@ -136,6 +136,11 @@ class ImageLoad:
         """Return the positions that the rows of a request's images take in the context, without markers."""
         return self.count * self.rows
 
+    @property
+    def least(self) -> int:
+        """Return the fewest positions of a request: rows of its images, a token of prompt, and one of answer."""
+        return self.tokens + 2
+
     def feature_bytes(self, config: VisionConfig) -> int:
         """Return the bytes of the features of a request's images."""
         return self.tokens * config.out * FEATURE
