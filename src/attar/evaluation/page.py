@@ -192,7 +192,7 @@ def _shown_trade_off(outputs: Sequence[Compressed], pieces: Sequence[Chart]) -> 
     return {
         "title": "KL against size, bits and speed" if speed is not None else "KL against size and bits",
         "lead": f"Mean KL divergence from the original over {evaluation.get('tokens')} tokens{cut}, with 95 % "
-        f"intervals: the lower the better. The dashed line is the Pareto front: no model is better in both.{machine}",
+        f"intervals: the lower the better. The dashed line is the Pareto front: no model of the chart is better in both.{machine}",
         "key": Markup(key(pieces[0].series)),
         "charts": [_drawn(each) for each in pieces],
     }
