@@ -22,8 +22,7 @@ from attar.kernels import ops
 from attar.kernels.operands import Linear, Norm
 from attar.model.vision.config import VisionConfig
 from attar.model.vision.patches import Patches
-
-TILE = 128  # rows: each reads the layer's weights once
+from attar.model.vision.tiles import TILE
 
 
 @dataclass(eq=False)
