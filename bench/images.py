@@ -1,17 +1,21 @@
-"""A text's pace while a vision tower works, and how long an image takes then: ratios to each alone, in one run.
+"""A text's pace while a vision tower works, how long an image takes then, and the pace behind an image: ratios to each
+alone, in one run.
 
     PYTHONPATH=src python bench/images.py [MODEL] [--tokens 200] [--threads 1] [--side 512] [--width 768] [--layers 12]
 
 MODEL is any checkpoint, by default the embedded one. Its tower is a SigLIP of random weights: 16-pixel patches of one
 tile, shuffled by 4 x 4 into feature rows. TPOT: seconds between tokens of the text. First: seconds from an image's
-arrival to its answer's first token.
+arrival to its answer's first token. Behind: the median time per token of an answer behind an image over that behind as
+many tokens of text, which take turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
+from itertools import pairwise
 
 import torch
 
@@ -79,8 +83,8 @@ def text(tokens: int) -> Submit:
     return Submit("text", tuple(range(10, 74)), params)
 
 
-def seen(number: int, own: ImageInput) -> Submit:
-    params = SamplingParams(max_tokens=1, temperature=0, seed=0, ignore_eos=True)
+def seen(number: int, own: ImageInput, tokens: int = 1) -> Submit:
+    params = SamplingParams(max_tokens=tokens, temperature=0, seed=0, ignore_eos=True)
     return Submit(f"image {number}", (10, *[5] * own.rows, 11, 12), params, images=(own,))
 
 
@@ -116,6 +120,26 @@ def gaps(engine: Engine, tokens: int, ask: Submit | None = None) -> tuple[list[f
     return found, taken
 
 
+def pace(engine: Engine, ask: Submit) -> float:
+    """Return the median of the seconds between the tokens of one request alone."""
+    engine.submit(ask)
+    times = []
+    while not engine.idle:
+        made = any(isinstance(event, Delta) for event in engine.step())
+        times += [time.perf_counter()] * made
+    return statistics.median(b - a for a, b in pairwise(times))
+
+
+def behind(engine: Engine, side: int, rows: int, tokens: int, rounds: int = 5) -> float:
+    """Return the median ratio of the pace behind an image to that behind as many tokens of text."""
+    found = []
+    for number in range(rounds):
+        own = image(100 + number, side, rows)
+        plain = Submit(f"plain {number}", (10, *range(100, 100 + rows), 11, 12), seen(0, own, tokens).params)
+        found.append(pace(engine, seen(100 + number, own, tokens)) / pace(engine, plain))
+    return statistics.median(found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="demo")
@@ -132,6 +156,7 @@ def main() -> None:
     gaps(engine, 16)
     idle, _ = gaps(engine, 64)
     alone = first(engine, seen(1, image(1, args.side, rows)))
+    after = behind(engine, args.side, rows, 64)
     both, taken = gaps(engine, args.tokens, seen(2, image(2, args.side, rows)))
     idle.sort()
     both.sort()
@@ -146,6 +171,7 @@ def main() -> None:
                 "tpot_ms": round(1e3 * both[len(both) // 2], 2), "p99_ms": round(1e3 * p99(both), 2),
                 "p99_ratio": round(p99(both) / p99(idle), 3), "tokens": len(both),
                 "first_alone_s": round(alone, 3), "first_s": round(taken, 3), "first_ratio": round(taken / alone, 3),
+                "behind_ratio": round(after, 3),
             }
         )
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from attar.compression.request.request import CompressionRequest
 from attar.compression.runs.pipeline import compress_request
 from attar.engine import deployment, fitting
 from attar.evaluation.planning import questions
+from attar.images.settings import ImageSettings
 from attar.kv.sparse import SparseAttention
 from attar.plan import costs, gpus, report
 from attar.plan.comparison import Hardware, Subject
 from attar.plan.fit import Demand
+from attar.protocol.image_limits import MAX_PIXELS
 from attar.protocol.settings import IMAGE_CACHE, Settings
+from tests.engine.images import models
 from tests.errors import user_error
 from tests.model.vision import tiny
 
@@ -167,16 +171,52 @@ def test_a_plan_in_less_memory_than_the_tower_is_refused() -> None:
         deployment.plan(Settings("m", "m", memory=1 << 20), subject, Demand(256), Hardware(8 << 30, "here", 1e9))
 
 
-def test_more_features_than_a_server_keeps_are_refused() -> None:
-    subject = questions.subject(str(tiny.folder("gemma3")))
+def test_more_features_than_a_server_keeps_are_refused(tmp_path: Path) -> None:
+    models.save("gemma3", tmp_path)
+    subject = questions.subject(str(tmp_path))
     assert subject.tower is not None
     load = deployment.image_load(Settings("m", "m"), subject, 2, (100, 50))
     needed = load.feature_bytes(subject.tower.config)
     assert deployment.image_load(Settings("m", "m", image_cache=needed), subject, 2, (100, 50)) == load
-    with user_error("plan_does_not_fit", "--image-cache"):
+    with user_error("plan_does_not_fit", "`attar serve --image-cache`"):
         deployment.image_load(Settings("m", "m", image_cache=needed - 1), subject, 2, (100, 50))
     with user_error("option_conflict"):
         deployment.image_load(Settings("m", "m", image_cache=0), subject, 2, (100, 50))
+
+
+def test_images_that_a_server_refuses_are_refused(tmp_path: Path) -> None:
+    """The limits are those of a request to a server: pixels before and after resizing, rows, and the context."""
+    models.save("qwen2_vl", tmp_path / "qwen")
+    subject, settings = questions.subject(str(tmp_path / "qwen")), Settings("m", "m")
+    assert isinstance(subject.images, ImageSettings)
+    wide = replace(subject.images, pixels=replace(subject.images.pixels, max_pixels=MAX_PIXELS))
+    large = replace(subject, images=wide, config=replace(subject.config, context=1 << 20))
+    assert deployment.image_load(settings, large, 1, (1400, 1600)).tokens < 1 << 20
+    for asked, count, size, word in (
+        (large, 8, (1400, 1600), "48 MiB"), (large, 1, (4000, 4000), "rows"), (subject, 8, (2000, 3000), "48,000,000"),
+    ):  # fmt: skip
+        with user_error("image_too_large", word):
+            deployment.image_load(settings, asked, count, size)
+    load = deployment.image_load(settings, subject, 1, (100, 100))
+    least = replace(subject, config=replace(subject.config, context=load.tokens + 2))
+    assert deployment.image_load(settings, least, 1, (100, 100)) == load
+    less = replace(subject, config=replace(subject.config, context=load.tokens + 1))
+    with user_error("context_exceeded", f"{load.tokens} tokens", f"context of {load.tokens + 1} "):
+        deployment.image_load(settings, less, 1, (100, 100))
+
+
+def test_a_context_that_is_left_open_holds_the_images(tmp_path: Path) -> None:
+    """Text alone gets what fits; a cache of fewer tokens than the images have is too small for a request."""
+    models.save("qwen2_vl", tmp_path)
+    subject = questions.subject(str(tmp_path))
+    load = deployment.image_load(Settings("m", "m"), subject, 4, (100, 100))
+    assert load.least <= subject.config.context
+    here, asked = Hardware(8 << 30, "here", 1e9), Settings("m", "m", kv="float32", threads=1, max_cached_tokens=64)
+    text, seen = (deployment.plan(asked, subject, Demand(), here, each).rows[0] for each in (None, load))
+    assert text.fits
+    assert text.fit.context == 64 < load.least
+    assert not seen.fits
+    assert seen.fit.context == load.least
 
 
 def test_a_config_json_tells_the_tower(tmp_path: Path) -> None:
@@ -190,4 +230,7 @@ def test_a_config_json_tells_the_tower(tmp_path: Path) -> None:
     value = json.loads(given)
     value["vision_config"]["num_attention_heads"] = 7  # not a tower that is read: it is served as a language model
     (tmp_path / "config.json").write_text(json.dumps(value))
-    assert questions.subject(str(tmp_path)).tower is None
+    unread = questions.subject(str(tmp_path))
+    assert unread.tower is None
+    with user_error("feature_unsupported", "7 heads"):
+        deployment.image_load(Settings("m", "m"), unread, 1, (64, 64))

@@ -163,6 +163,10 @@ def test_models_that_do_not_compare_get_charts_of_their_own(outputs: dict[str, P
     text = page.html(page.Contents([read(path) for path in outputs.values()]))
     assert "figures compare within a chart" in text
     assert len(re.findall("<b>KL against size</b>", text)) == 2
+    titles = re.findall("<h2>(KL against size and bits[^<]*)</h2>", text)
+    assert len(titles) == len(set(titles)) == 2
+    one = page.html(page.Contents([read(outputs["gptq-w4g32"])]))
+    assert "<h2>KL against size and bits</h2>" in one
 
 
 def test_allocation_is_shown_as_measured(tiny: Path, calibration: list[list[int]], tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_weights_and_biases_learn(scheme: str | None) -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"])
 def test_activate_has_a_gradient(kind: ops.Activation, gated: bool) -> None:
     x = randn(4, 12).double().requires_grad_()
     assert torch.autograd.gradcheck(lambda rows: ops.activate(rows, kind, gated, READER), (x,))
@@ -155,12 +155,13 @@ def test_activate_has_a_gradient(kind: ops.Activation, gated: bool) -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"])
 def test_activate(kind: ops.Activation, gated: bool) -> None:
     x = randn(4, 12) * 3
     act = {
         "silu": lambda t: t / (1 + math.exp(-t)),
         "gelu": lambda t: t * (1 + math.erf(t / math.sqrt(2))) / 2,
+        "quick_gelu": lambda t: t / (1 + math.exp(-1.702 * t)),
         "gelu_tanh": lambda t: t * (1 + math.tanh(math.sqrt(2 / math.pi) * (t + 0.044715 * t**3))) / 2,
         "relu": lambda t: max(t, 0.0),
     }[kind]

@@ -23,7 +23,7 @@ from attar.kernels.operands import Linear
 from attar.kernels.tiles import faster
 from attar.model.vision.config import VisionConfig
 from attar.model.vision.model import VisionModel
-from attar.model.vision.tiles import Tiles, attention_multiply_adds, multiply_adds, tower_rows
+from attar.model.vision.tiles import TILE, Tiles, attention_multiply_adds, products, tower_rows
 from attar.plan import vision
 from attar.plan.rates.profile import MachineProfile, Rate
 from attar.plan.vision import TowerWeights
@@ -38,6 +38,12 @@ def weights(path: Path) -> TowerWeights:
     found = deployment.subject_at("a model", path).tower
     assert found is not None
     return found
+
+
+def multiply_adds(config: VisionConfig, tiles: Tiles) -> int:
+    """Return the multiply-adds of tower and projector for an image."""
+    each = sum(product.multiply_adds for product in products(config, tiles))
+    return tiles.shape[0] * (each + attention_multiply_adds(config, tiles))
 
 
 def loaded(path: Path) -> VisionModel:
@@ -73,7 +79,7 @@ def test_bytes_are_those_that_a_server_loads(kind: str, halves: dict[str, Path],
     whole = tiny.folder(kind)
     assert weights(whole).bytes(tiles) == loaded(whole).nbytes
     assert weights(halves[kind]).bytes(tiles) == loaded(halves[kind]).nbytes
-    assert weights(halves[kind]).on_tiles(tiles) == tiles
+    assert weights(halves[kind]).on_amx(tiles) == tiles
 
 
 @pytest.mark.parametrize("scheme", vision.QUANTIZED)
@@ -140,26 +146,37 @@ def test_the_time_is_products_attention_and_overhead(kind: str) -> None:
     """The range holds products by the spread of their curve, and all else from half to double."""
     picture, stored = seen.pictures(kind)[-1], weights(tiny.folder(kind))
     config, one, profile = stored.config, load(stored.config, picture), free(FLOATS)
-    found = vision.encoding(stored, one, profile, tiles=False)
+    found = vision.encoding(stored, one, profile, amx=False)
     all_of, mixing = multiply_adds(config, one.tiles), one.tiles.shape[0] * attention_multiply_adds(config, one.tiles)
     assert found.seconds == pytest.approx(2 * all_of / FLOATS, rel=NEAR)
     assert found.spread == pytest.approx((0.25 * (all_of - mixing) + mixing) / all_of, rel=NEAR)
     assert found.evidence == "fitted"
     assert found.range == (found.seconds / (1 + found.spread), found.seconds * (1 + found.spread))
-    more = vision.encoding(stored, load(config, picture, 3), profile, tiles=False)
+    more = vision.encoding(stored, load(config, picture, 3), profile, amx=False)
     assert more.seconds == pytest.approx(3 * found.seconds, rel=NEAR)
-    slower = vision.encoding(stored, one, replace(profile, overheads=PROFILE.overheads), tiles=False)
+    slower = vision.encoding(stored, one, replace(profile, overheads=PROFILE.overheads), amx=False)
     own = one.tiles.shape[0] * config.layers * tower_rows(config, one.tiles) * config.hidden
     assert slower.seconds - found.seconds == pytest.approx(own * PROFILE.overheads.element, rel=1e-6)
+
+
+def test_products_are_as_many_at_once_as_the_tower_computes() -> None:
+    """Where reading weights takes all the time, rows that the tower computes at once take it once."""
+    stored = weights(tiny.folder("qwen2_vl"))
+    linear = next(each for each in products(stored.config, Tiles((1, 64, 64), (16, 16), (64, 64))))
+    curve = replace(PROFILE.products["bf16"], rows=(1, 1024), seconds=(3.0, 3.0))
+    profile = replace(PROFILE, products={"bf16": curve})
+    for rows, reads in ((1, 1), (TILE, 1), (TILE + 1, 2), (2 * TILE, 2)):
+        seconds, _ = vision._product(stored, replace(linear, rows=rows), profile)
+        assert seconds == pytest.approx(3.0 * reads * linear.outputs * linear.columns, rel=NEAR)
 
 
 def test_a_quantized_tower_takes_the_curve_of_its_scheme() -> None:
     """w8a8 has a curve of its own, and is faster here than dense weights; w8 is fitted."""
     picture, stored = seen.pictures("smolvlm")[1], weights(tiny.folder("smolvlm"))
     one = load(stored.config, picture)
-    seconds = {"stored": vision.encoding(stored, one, PROFILE, tiles=False).seconds}
+    seconds = {"stored": vision.encoding(stored, one, PROFILE, amx=False).seconds}
     for name in vision.QUANTIZED:
-        seconds[name] = vision.encoding(stored.quantized(Scheme.parse(name)), one, PROFILE, tiles=False).seconds
+        seconds[name] = vision.encoding(stored.quantized(Scheme.parse(name)), one, PROFILE, amx=False).seconds
     assert seconds["w8a8"] < seconds["stored"]
     assert len(set(seconds.values())) == 3
 
@@ -168,8 +185,8 @@ def test_a_tower_on_tiles_needs_their_rate(halves: dict[str, Path]) -> None:
     picture, stored = seen.pictures("smolvlm")[0], weights(halves["smolvlm"])
     one = load(stored.config, picture)
     with user_error("option_conflict", "bench --rates"):
-        vision.encoding(stored, one, PROFILE, tiles=True)
-    found = vision.encoding(stored, one, replace(free(FLOATS), bf16_tiles=Rate(1e12, 0.1)), tiles=True)
+        vision.encoding(stored, one, PROFILE, amx=True)
+    found = vision.encoding(stored, one, replace(free(FLOATS), bf16_tiles=Rate(1e12, 0.1)), amx=True)
     assert found.seconds == pytest.approx(2e-12 * multiply_adds(stored.config, one.tiles), rel=NEAR)
     assert 0.1 < found.spread < 1
 
@@ -204,4 +221,4 @@ def test_without_a_preprocessor_one_tile_has_its_rows() -> None:
 
 
 def test_this_machine_says_whether_it_has_tiles() -> None:
-    assert deployment.on_tiles() == faster()
+    assert deployment.has_amx() == faster()

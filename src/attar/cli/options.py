@@ -43,7 +43,7 @@ def parse_time(text: str) -> float:
 
 def parse_pixels(text: str) -> tuple[int, int]:
     """Parse a size of images such as 1024x768 to height and width. Raises ValueError for other text, and for more
-    pixels than a request may send."""
+    pixels than one image may have."""
     wide, _, high = text.partition("x")
     if not (wide.isdecimal() and high.isdecimal() and len(text) <= 12):
         raise UserError("option_malformed", f"{text[:32]!r} is no size of images: write it like 1024x768")

@@ -9,6 +9,7 @@ ATTAR_INLINE Floats activated(Activation kind, Floats x) {
             const Floats y = x * fma(x * x, all(0.044715f), one) * all(1.5957691216057308f);  // 2 sqrt(2 / pi)
             return x / (one + exp(all(0.0f) - y));
         }
+        case Activation::quick_gelu: return x / (one + exp(all(-1.702f) * x));
         case Activation::gelu: break;
     }
     float lane[16];

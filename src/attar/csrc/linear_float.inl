@@ -92,8 +92,8 @@ static void as_floats(const Matrix& m, std::int64_t block, std::int64_t k, std::
     }
 }
 
-// acc [ROWS, BLOCKS, 16] of rows of 64 += x [ROWS, count] times weights [BLOCKS][count, 16], column by column. The blocks
-// of weights lie `apart` floats from each other.
+// Adds the product of x [ROWS, count] and weights [BLOCKS][count, 16] to sums [ROWS, BLOCKS * 16], column by column. Rows
+// of sums lie 64 floats from each other, blocks of weights `apart`.
 template <int ROWS, int BLOCKS>
 static void add_columns(const float* x, std::int64_t stride, const float* weights, std::int64_t apart, std::int64_t count,
                         float* acc) {
@@ -127,7 +127,7 @@ static void add_to_rows(const float* x, std::int64_t stride, const float* weight
 
 static void float_panel(const Factor& factor, const float* x, std::int64_t stride, std::int64_t row, std::int64_t rows,
                         std::int64_t first, float* out, std::int64_t width, Scratch& scratch) {
-    // As many sums as registers hold. How many are added up together does not change the order within one.
+    // ROWS x BLOCKS vectors of sums fit the registers. Each sum is added up column by column, whatever their number.
     constexpr int ROWS = ATTAR_LEVEL >= ATTAR_AVX2 ? 6 : 1;
     constexpr int BLOCKS = ATTAR_LEVEL >= ATTAR_AVX2 && ATTAR_LEVEL < ATTAR_AVX512 ? 1 : 4;
     constexpr std::int64_t AT_ONCE = BLOCKS == 1 ? 256 : 128;  // columns whose weights, of BLOCKS, fit the first cache

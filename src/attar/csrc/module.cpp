@@ -77,8 +77,9 @@ attar::Activation activation_of(const std::string& name) {
     if (name == "silu") return attar::Activation::silu;
     if (name == "gelu") return attar::Activation::gelu;
     if (name == "gelu_tanh") return attar::Activation::gelu_tanh;
+    if (name == "quick_gelu") return attar::Activation::quick_gelu;
     if (name == "relu") return attar::Activation::relu;
-    throw std::invalid_argument("activations are silu, gelu, gelu_tanh or relu, not " + name);
+    throw std::invalid_argument("activations are silu, gelu, gelu_tanh, quick_gelu or relu, not " + name);
 }
 
 void bind_limits(nb::module_& module) {

@@ -17,7 +17,7 @@ enum class Norm { rms, layer };
 void norm(Norm kind, const float* stream, const float* delta, std::int64_t rows, std::int64_t columns,
           const float* weight, const float* bias, float eps, float offset, float* sum, float* out, Level level);
 
-enum class Activation { silu, gelu, gelu_tanh, relu };
+enum class Activation { silu, gelu, gelu_tanh, quick_gelu, relu };
 
 // x [rows, columns], or [rows, 2 columns] as (a | b) if gated, to out [rows, columns]: act(x), or act(a) * b.
 void activate(Activation kind, bool gated, const float* x, std::int64_t rows, std::int64_t columns, float* out,

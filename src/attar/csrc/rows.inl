@@ -60,6 +60,7 @@ static void activate_row(Activation kind, bool gated, const float* x, std::int64
         case Activation::silu: return activate_row_as<Activation::silu>(gated, x, columns, out);
         case Activation::gelu: return activate_row_as<Activation::gelu>(gated, x, columns, out);
         case Activation::gelu_tanh: return activate_row_as<Activation::gelu_tanh>(gated, x, columns, out);
+        case Activation::quick_gelu: return activate_row_as<Activation::quick_gelu>(gated, x, columns, out);
         case Activation::relu: return activate_row_as<Activation::relu>(gated, x, columns, out);
     }
 }

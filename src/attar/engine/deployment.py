@@ -30,6 +30,8 @@ from attar.plan.gpus import GpuSpec
 from attar.plan.sharing import Sharing
 from attar.plan.steps import StepLimits
 from attar.plan.vision import ImageLoad
+from attar.protocol.image_limits import MAX_ROWS
+from attar.protocol.images import check_sizes
 from attar.protocol.settings import Settings
 
 
@@ -48,12 +50,12 @@ def subject_at(name: str, path: Path, whole: bool = True) -> Subject:
     from attar.engine.images.limits import tower_weights
 
     config, storage = stored(path, whole)
-    tower = tower_weights(path, storage.dtype, whole)
+    tower, why = tower_weights(path, storage.dtype, whole)
     if tower is None:
-        return Subject(name, config, storage)
+        return Subject(name, config, storage, images=why or None)
     images: ImageSettings | str | None
     try:
-        images = image_settings.read(path, whole)
+        images = image_settings.read(path, whole) or f"{name} takes no images: it has no preprocessor_config.json"
     except UserError as error:
         images = str(error)
     return Subject(name, config, storage, tower, images)
@@ -140,16 +142,17 @@ def plan(
 
         folders = [Path(folder) for _, folder in settings.adapters]
         adapters = lora.memory(folders, subject.config, limits.max_step_tokens, share)
+    least = demand if load is None or demand.context is not None else replace(demand, least=load.least)
     made = comparison.plan(
-        subject, demand, hardware, precisions, StepLimits.of(limits, settings.threads or machine.cores()),
+        subject, least, hardware, precisions, StepLimits.of(limits, settings.threads or machine.cores()),
         CacheLimits(settings.max_cached_tokens, settings.kv_fraction), adapters, share,
     )  # fmt: skip
-    tower = subject.tower.choices(on_tiles()) if images and subject.tower is not None else {}
+    tower = subject.tower.choices(has_amx()) if images and subject.tower is not None else {}
     return replace(made, images=images, tower=tower, image_load=load)
 
 
-def image_bytes(settings: Settings, subject: Subject, tiles: bool | None = None) -> int:
-    """Return the bytes of a model's vision tower and projector, and of features of images, on a CPU with `tiles` or
+def image_bytes(settings: Settings, subject: Subject, amx: bool | None = None) -> int:
+    """Return the bytes of a model's vision tower and projector, and of features of images, on a CPU with `amx` or
     without, by default this one; 0 where an engine of these settings takes no images."""
     if subject.tower is None:
         return 0
@@ -157,11 +160,11 @@ def image_bytes(settings: Settings, subject: Subject, tiles: bool | None = None)
 
     if no_images(settings, subject.tower.config) is not None:
         return 0
-    return subject.tower.bytes(on_tiles() if tiles is None else tiles) + settings.image_cache
+    return subject.tower.bytes(has_amx() if amx is None else amx) + settings.image_cache
 
 
-def on_tiles() -> bool:
-    """Return whether this machine has tiles, on which towers stored in bfloat16 are computed in it."""
+def has_amx() -> bool:
+    """Return whether this machine has AMX, on which towers stored in bfloat16 are computed in it."""
     from attar.kernels.tiles import faster
 
     return faster()
@@ -171,21 +174,30 @@ def image_load(settings: Settings, subject: Subject, count: int, size: tuple[int
     """Return what `count` images of a height and width are in each request, to a server on a `gpu` or on CPUs.
 
     Raises UserError for a model without a vision tower, for settings that images do not go with, and for images that
-    the model or a server does not take.
+    the model or a server does not take in one request: too large, of too many rows, or of more than the model's context
+    less a token of prompt and one of answer.
     """
     from attar.engine.images.limits import no_images
 
     if subject.tower is None:
-        raise UserError("feature_unsupported", f"--images: {subject.name} has no vision tower that attar reads")
+        reason = subject.images if isinstance(subject.images, str) else f"{subject.name} has no vision tower"
+        raise UserError("feature_unsupported", f"--images: {reason}")
     config = subject.tower.config
     if (why := no_images(with_fields(settings, device="cuda") if gpu else settings, config)) is not None:
         raise UserError("option_conflict", f"--images does not go with {why}")
     if isinstance(subject.images, str):
         raise UserError("feature_unsupported", f"--images: {subject.images}")
     load = vision.images(config, subject.images, count, size)
+    check_sizes([size] * count, [load.tiles.shape] * count)
+    if load.rows > MAX_ROWS:
+        raise UserError("image_too_large", f"an image has {load.rows:,} rows, and at most {MAX_ROWS:,} are taken")
+    if load.least > (most := subject.config.context):
+        message = f"{count} image{'s' * (count > 1)} of {load.rows:,} rows take {load.tokens:,} tokens"
+        message += f": the model's context of {most:,} has no room for a prompt and an answer beside them"
+        raise UserError("context_exceeded", message)
     if (needed := load.feature_bytes(config)) > settings.image_cache:
         message = f"features of {count} images take {size_of(needed)}: a server keeps {size_of(settings.image_cache)}"
-        raise UserError("plan_does_not_fit", f"{message}, unless --image-cache says more")
+        raise UserError("plan_does_not_fit", f"{message}, unless `attar serve --image-cache` says more")
     return load
 
 

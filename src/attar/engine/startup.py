@@ -164,7 +164,8 @@ def _fit(settings: Settings, checked: _Checked) -> Fit:
     folders = [Path(folder) for _, folder in settings.adapters]
     beside = lora.memory(folders, checked.config, limits.max_step_tokens, checked.held.share)
     images = 0
-    if checked.seeing and (tower := tower_weights(checked.path, checked.storage.dtype)) is not None:
+    tower, _ = tower_weights(checked.path, checked.storage.dtype) if checked.seeing else (None, "")
+    if tower is not None:
         images = tower.bytes(faster()) + settings.image_cache
     return fit(settings, checked.held, limits, settings.threads or machine.cores(), beside, images)
 

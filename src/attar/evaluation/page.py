@@ -47,7 +47,7 @@ def html(contents: Contents) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     outputs = sorted(contents.outputs, key=lambda each: each.bytes)
     architectures = sorted({each.architecture for each in outputs})
-    plain = " or ".join(page_charts.plain(outputs))
+    plain, groups = " or ".join(page_charts.plain(outputs)), page_charts.trade_offs(outputs)
     # The errors are unfolded of the first output that differs from the baseline, else of the first.
     differ = (each for each in outputs if each.gain is not None and round(each.gain, 2) != 1)
     unfolded = next(differ, next(iter(outputs), None))
@@ -59,7 +59,7 @@ def html(contents: Contents) -> str:
         warnings=_warnings(outputs),
         summary=_summary(outputs),
         tasks=_task_rows(outputs),
-        trade_offs=[_shown_trade_off(chosen, pieces) for chosen, pieces in page_charts.trade_offs(outputs)],
+        trade_offs=[_shown_trade_off(chosen, pieces, len(groups) > 1) for chosen, pieces in groups],
         gains=[_gains(each) for each in outputs if each.selection is not None or each.tuning is not None],
         allocations=[_allocation(each) for each in outputs if each.allocation is not None],
         layers=[_layers(each, each is unfolded) for each in outputs],
@@ -181,7 +181,8 @@ def _warnings(outputs: Sequence[Compressed]) -> list[str]:
 # --- what it cost against what it saved -------------------------------------------------------------------------------
 
 
-def _shown_trade_off(outputs: Sequence[Compressed], pieces: Sequence[Chart]) -> dict[str, Any]:
+def _shown_trade_off(outputs: Sequence[Compressed], pieces: Sequence[Chart], several: bool) -> dict[str, Any]:
+    """Return a group of models whose figures compare. Where there are `several` groups, the title names its models."""
     evaluation = outputs[0].receipt["evaluation"]
     protocol = evaluation.get("protocol")
     cut = f", windows of {protocol.get('context')}" if isinstance(protocol, dict) else ""
@@ -189,10 +190,12 @@ def _shown_trade_off(outputs: Sequence[Compressed], pieces: Sequence[Chart]) -> 
     machine = ""
     if speed is not None:
         machine = f" Speed: {_count(speed.batch, 'sequence')}, {_count(speed.threads, 'thread')}, {speed.isa}."
+    title = "KL against size, bits and speed" if speed is not None else "KL against size and bits"
     return {
-        "title": "KL against size, bits and speed" if speed is not None else "KL against size and bits",
+        "title": f"{title}: {', '.join(each.label for each in outputs)}" if several else title,
         "lead": f"Mean KL divergence from the original over {evaluation.get('tokens')} tokens{cut}, with 95 % "
-        f"intervals: the lower the better. The dashed line is the Pareto front: no model is better in both.{machine}",
+        "intervals: the lower the better. The dashed line is the Pareto front: no other model of the chart is better "
+        f"in both.{machine}",
         "key": Markup(key(pieces[0].series)),
         "charts": [_drawn(each) for each in pieces],
     }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attar.formats.packed import PackedTensor
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
 
 
 @runtime_checkable

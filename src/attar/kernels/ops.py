@@ -343,7 +343,10 @@ def feed_forward_in(
 
 
 def activate(x: Tensor, kind: Activation, gated: bool, reader: Linear) -> Tensor:
-    """Return act(x) [N, I], or, gated, act(a) * b of rows laid out as [a | b]: [N, I / 2], for `reader` to multiply."""
+    """Return act(x) [N, I], or, gated, act(a) * b of rows laid out as [a | b]: [N, I / 2], for `reader` to multiply.
+
+    quick_gelu is x sigmoid(1.702 x) (Hendrycks and Gimpel 2016, section 2).
+    """
     if isinstance(reader.weight, TritonWeight):
         out: Tensor = dispatch.triton("rows").activate(x, kind, gated)
         return out

@@ -176,6 +176,8 @@ def activate(x: Tensor, kind: Activation, gated: bool) -> Tensor:
         a = F.silu(a)
     elif kind == "relu":
         a = F.relu(a)
+    elif kind == "quick_gelu":
+        a = a * torch.sigmoid(1.702 * a)
     else:
         a = F.gelu(a, approximate="tanh" if kind == "gelu_tanh" else "none")
     if b is None:

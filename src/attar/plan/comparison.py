@@ -46,7 +46,8 @@ USUAL = ("dense", "w8a8", "w4g128", "w3g128")
 class Subject:
     """The model that is planned for: its name, its configuration, how its weights are stored, and its vision tower.
 
-    images: how it wants images, or why that is not known; None for a config.json alone.
+    images: how it wants images, or a sentence that says why it takes none, such as a tower that cannot be read; None
+    without a tower, and for a config.json with no settings of images beside it.
     """
 
     name: str
@@ -236,6 +237,8 @@ def plan(
                         raise
                     break
                 found = start(deployment, hardware.memory, limits, context, cache, adapters)
+                if found.context < demand.least:
+                    found = start(deployment, hardware.memory, limits, demand.least, cache, adapters)
                 yield _row(deployment, found, demand.users, hardware)
 
     splits = []

@@ -95,12 +95,13 @@ NO_LIMITS = CacheLimits()
 class Demand:
     """A demand: the number of concurrent users, each with `context` positions of prompt and answer.
 
-    None is the model's whole context; a single user then gets as much of it as fits, as by `start`. Raises ValueError
-    for numbers below 1.
+    None is the model's whole context; a single user then gets as much of it as fits, as by `start`, and at least
+    `least` positions. Raises ValueError for numbers below 1.
     """
 
     context: int | None = None
     users: int = 1
+    least: int = 1
 
     def __post_init__(self) -> None:
         if self.context is not None and self.context < 1:

@@ -90,7 +90,7 @@ def _of_images(plan: Plan) -> list[str]:
     lines = [f"vision tower, projector and features of images (--image-cache) take {size(plan.images)} beside"]
     lines.append(f"tower and projector: {weights}")
     if (load := plan.image_load) is not None:
-        lines.append(f"{load}, {load.tokens:,} tokens of the context")
+        lines.append(f"{load}, {load.tokens:,} tokens of the context without markers")
     return lines
 
 

@@ -1,13 +1,13 @@
 """A vision tower and its projector before anything is loaded: bytes of their weights, and time of an image.
 
 A start lays weights out for the kernels: dense linears in their stored dtype, quantized ones as their scheme's layout,
-all else in float32. A tower that is stored in bfloat16 is computed in bfloat16 where the processor has tiles (AMX); all
-of it is then held in bfloat16.
+all else in float32. A tower that is stored in bfloat16 is computed in bfloat16 where the processor has AMX; all of it
+is then held in bfloat16.
 
     time of an image = products + attention + overhead
 
-The kernels multiply by the weights of a tower as by those of a decoder, `ROWS` rows at a time, so the profile's curves
-hold. On tiles products count by the rate of those in bfloat16, which a profile has where it was measured on such a
+The kernels multiply by the weights of a tower as by those of a decoder, `TILE` rows at a time, so the profile's curves
+hold. On AMX products count by the rate of those in bfloat16, which a profile has where it was measured on such a
 processor. Attention counts by its multiply-adds at the rate of products, and norms and activations as those of a
 decoder's rows. Neither was measured of towers, so both may be half or double in the range. Torch-free.
 """
@@ -25,6 +25,7 @@ from attar.images.settings import ImageSettings
 from attar.model.vision.config import VisionConfig
 from attar.model.vision.tensors import linears, tensors
 from attar.model.vision.tiles import (
+    TILE,
     Product,
     Tiles,
     attention_multiply_adds,
@@ -37,9 +38,8 @@ from attar.plan.rates.profile import MachineProfile
 from attar.plan.rates.step_time import Evidence, product_seconds
 
 UNMEASURED = 1.0  # relative error of parts that no rate is measured for: half to double
-ROWS = 64  # that a tower multiplies at once, as `model.vision.tower.TILE`
 FEATURE = 4  # bytes of a number of a feature row: rows of a decoder on CPUs are float32
-TILES = "amx"  # level of instructions of a profile whose processor has tiles
+AMX = "amx"  # level of instructions of a profile whose processor multiplies bfloat16 by AMX
 SIZE = (768, 1024)  # height and width of an image, where none is given
 
 QUANTIZED = ("w8", "w8a8")  # what `attar compress --vision` makes of linears
@@ -73,7 +73,7 @@ class TowerWeights:
 
     @property
     def size(self) -> int:
-        """Return the bytes of the weights on disk."""
+        """Return the bytes on disk of the weights that run. A file may have more, such as layers without a use."""
         total = 0
         for part, name, shape in tensors(self.config):
             stored = self.of(part, name)
@@ -83,21 +83,21 @@ class TowerWeights:
                 total += math.prod(shape) * ITEM_BITS[stored] // 8
         return total
 
-    def choices(self, tiles: bool) -> dict[str, int]:
+    def choices(self, amx: bool) -> dict[str, int]:
         """Return the bytes of the weights once they are loaded: as they are `stored`, and as `attar compress --vision`
         would write them, where no linear is quantized yet."""
-        found = {"stored": self.bytes(tiles)}
+        found = {"stored": self.bytes(amx)}
         if any(isinstance(each, Scheme) for each in self.stored.values()):
             return found
-        return found | {name: self.quantized(Scheme.parse(name)).bytes(tiles) for name in QUANTIZED}
+        return found | {name: self.quantized(Scheme.parse(name)).bytes(amx) for name in QUANTIZED}
 
-    def on_tiles(self, tiles: bool) -> bool:
-        """Return whether the tower is computed in bfloat16, on a processor with `tiles` or without."""
-        return tiles and all(self.of(part, name) == "bfloat16" for part, name, _ in tensors(self.config))
+    def on_amx(self, amx: bool) -> bool:
+        """Return whether the tower is computed in bfloat16, on a processor with `amx` or without."""
+        return amx and all(self.of(part, name) == "bfloat16" for part, name, _ in tensors(self.config))
 
-    def bytes(self, tiles: bool) -> int:
+    def bytes(self, amx: bool) -> int:
         """Return the bytes of the weights once they are loaded."""
-        if self.on_tiles(tiles):
+        if self.on_amx(amx):
             return 2 * self._held()
         matrices = {(each.part, each.name): each for each in products(self.config, _any(self.config))}
         total = 4 * self._held(matrices)
@@ -124,7 +124,8 @@ def _any(config: VisionConfig) -> Tiles:
 
 @dataclass(frozen=True, slots=True)
 class ImageLoad:
-    """Images of each request: their number, the size of each, its tiles, and its rows in the prompt."""
+    """Images of each request: their number, the size of each, its tiles, and its rows in the prompt. Markers that some
+    models have around the rows of a tile or an image are text of the prompt, and are not counted."""
 
     count: int
     tiles: Tiles
@@ -132,8 +133,13 @@ class ImageLoad:
 
     @property
     def tokens(self) -> int:
-        """Return the positions that the images of a request take in the context."""
+        """Return the positions that the rows of a request's images take in the context, without markers."""
         return self.count * self.rows
+
+    @property
+    def least(self) -> int:
+        """Return the fewest positions of a request: rows of its images, a token of prompt, and one of answer."""
+        return self.tokens + 2
 
     def feature_bytes(self, config: VisionConfig) -> int:
         """Return the bytes of the features of a request's images."""
@@ -172,7 +178,7 @@ def images(config: VisionConfig, settings: ImageSettings | None, count: int, siz
 
 
 @dataclass(frozen=True, slots=True)
-class Encoding:
+class EncodingTime:
     """Seconds that a tower takes for the images of a request, and their relative error."""
 
     load: ImageLoad
@@ -192,15 +198,15 @@ class Encoding:
         return {**self.load.to_dict(), "encoding": found}
 
 
-def encoding(weights: TowerWeights, load: ImageLoad, profile: MachineProfile, tiles: bool) -> Encoding:
+def encoding(weights: TowerWeights, load: ImageLoad, profile: MachineProfile, amx: bool) -> EncodingTime:
     """Return the time of a request's images. Raises UserError where the profile lacks the rate that it needs."""
     config, shape = weights.config, load.tiles
     overhead = config.layers * profile.overheads.element * tower_rows(config, shape) * config.hidden
-    if weights.on_tiles(tiles):
+    if weights.on_amx(amx):
         if profile.bf16_tiles is None:
             message = (
-                "--images: the vision tower is computed in bfloat16 on tiles, and the rates have no such products: "
-                "attar bench --rates measures them"
+                "--images: the vision tower is computed in bfloat16 on AMX, and the rates have no such products: "
+                "attar bench --rates measures them, where PyTorch has oneDNN"
             )
             raise UserError("option_conflict", message)
         rate = profile.bf16_tiles
@@ -212,7 +218,7 @@ def encoding(weights: TowerWeights, load: ImageLoad, profile: MachineProfile, ti
         seconds, error = (sum(part) for part in zip(*found, strict=True))
     beside = overhead + 2.0 * attention_multiply_adds(config, shape) / rate.value
     whole = seconds + beside
-    return Encoding(load, load.count * shape.shape[0] * whole, (error + UNMEASURED * beside) / whole)
+    return EncodingTime(load, load.count * shape.shape[0] * whole, (error + UNMEASURED * beside) / whole)
 
 
 def _product(weights: TowerWeights, product: Product, profile: MachineProfile) -> tuple[float, float]:
@@ -222,7 +228,7 @@ def _product(weights: TowerWeights, product: Product, profile: MachineProfile) -
     size = product.outputs * product.columns
     read = costs.read_bytes(product.outputs, product.columns, scheme, dtype) / size
     total = error = 0.0
-    for rows, times in ((ROWS, product.rows // ROWS), (product.rows % ROWS, 1)):
+    for rows, times in ((TILE, product.rows // TILE), (product.rows % TILE, 1)):
         if rows and times:
             each, spread = product_seconds(profile, scheme, read, rows)
             total, error = total + times * size * each, error + times * size * each * spread

@@ -47,15 +47,22 @@ def check_images(images: Sequence[ImageInput], tokens: int) -> None:
         raise UserError("image_too_large", f"{len(images)} images are more than {MAX_IMAGES} in one request")
     for image in images:
         _check(image)
-    before = sum(image.size[0] * image.size[1] for image in images)
-    after = sum(image.shape[0] * image.shape[1] * image.shape[2] for image in images)
-    if max(before, after) > MAX_REQUEST_PIXELS or CHANNELS * after > MAX_TILE_BYTES:
-        limits = f"{MAX_REQUEST_PIXELS} pixels, and {MAX_TILE_BYTES >> 20} MiB after resizing"
-        raise UserError(
-            "image_too_large", f"the images have {max(before, after)} pixels; a request has at most {limits}"
-        )
+    check_sizes([image.size for image in images], [image.shape for image in images])
     if (rows := sum(image.rows for image in images)) != tokens:
         raise UserError("image_invalid", f"the images have {rows} rows, and the prompt has {tokens} image tokens")
+
+
+def check_sizes(sizes: Sequence[tuple[int, int]], shapes: Sequence[tuple[int, int, int]]) -> None:
+    """Check the images of one request: height and width of each before it is resized, and the shape of its tiles.
+
+    Raises UserError (`image_too_large`) where they have more pixels or bytes than a request may have.
+    """
+    before = sum(height * width for height, width in sizes)
+    after = sum(count * height * width for count, height, width in shapes)
+    if before > MAX_REQUEST_PIXELS or after > MAX_REQUEST_PIXELS or CHANNELS * after > MAX_TILE_BYTES:
+        said = f"the images have {before:,} pixels, and {CHANNELS * after / (1 << 20):,.1f} MiB after resizing"
+        limits = f"{MAX_REQUEST_PIXELS:,} pixels, and {MAX_TILE_BYTES >> 20} MiB after resizing"
+        raise UserError("image_too_large", f"{said}; a request has at most {limits}")
 
 
 def _check(image: ImageInput) -> None:

@@ -276,6 +276,9 @@ def test_a_plan_of_memory_has_the_rows_of_images(vision: Path) -> None:
         ("--images 1 --image-size 99999x99999", "option_out_of_range"),
         ("--images 1 --image-size 9000x9", "image_too_large"),
         ("--images 9", "option_out_of_range"),
+        ("--images 8 --image-size 3000x2000", "image_too_large"),
+        ("--images 8", "context_exceeded"),
+        ("--images 8 --goal kl<=1", "context_exceeded"),
         ("--images 1 --gpu h100", "option_conflict"),
         ("--images 1 --tp 2", "option_conflict"),
         ("--images 1 --goal kl<=1 --trace none.jsonl", "option_conflict"),
@@ -304,6 +307,9 @@ def test_several_gpus_are_planned_for_and_several_cpu_processes_are_not() -> Non
     assert two["chosen"]["memory"]["value"] < one["chosen"]["memory"]["value"]
     assert "--tp 2" in two["commands"][-1]
     assert any("send each other" in note for note in two["notes"])
+    _, stages = run(f"{command} --gpu h100 --pp 2")
+    assert any("TTFT is an upper bound" in note for note in stages["notes"])
+    assert not any("TTFT is an upper bound" in note for note in two["notes"])
     for more in ("--tp 2", "--pp 2"):
         status, said = run(f"{command} {more}")
         assert (status, said["code"]) == (2, "option_conflict")

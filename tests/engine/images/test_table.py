@@ -14,7 +14,7 @@ import torch
 
 from attar.checkpoints.adapters import lora
 from attar.engine.engine import Engine
-from attar.engine.images.limits import Beside, against_images, no_images
+from attar.engine.images.limits import against_images, no_images
 from attar.engine.llm.llm import LLM
 from attar.engine.startup import start_engine
 from attar.kernels import dispatch
@@ -26,6 +26,7 @@ from attar.kv.sparse_prefill import SparsePrefill
 from attar.model import sparse_layers
 from attar.model.decoder import Decoder
 from attar.model.sparse_layers import SparseLayers
+from attar.model.vision.against import Beside
 from attar.model.vision.config import VisionConfig
 from attar.protocol.grammar import Grammar
 from attar.protocol.messages import Failed, Submit

@@ -12,6 +12,7 @@ import pytest
 
 from attar import env
 from attar.checkpoints.convert.run import convert
+from attar.checkpoints.gguf import mmproj
 from attar.checkpoints.gguf.file import GgufFile
 from attar.checkpoints.sources.opening import stored
 from attar.engine import deployment
@@ -19,7 +20,7 @@ from attar.evaluation.planning import machine_rates, questions
 from attar.images.settings import ImageSettings
 from attar.plan.rates import store
 from attar.plan.rates.profile import MachineProfile, Rate
-from attar.plan.vision import TILES
+from attar.plan.vision import AMX
 from attar.protocol.settings import Settings
 from tests.engine.images import models
 from tests.errors import user_error
@@ -132,6 +133,23 @@ def test_settings_of_images_beside_a_config(tmp_path: Path) -> None:
         deployment.image_load(Settings("m", "m"), wrong, 1, (64, 64))
 
 
+def test_why_a_checkpoint_takes_no_images_is_said(tmp_path: Path) -> None:
+    """The server takes none either: from a folder without settings of images, and beside a damaged mmproj file."""
+    models.save("smolvlm", tmp_path / "whole")
+    convert(tmp_path / "whole", tmp_path / "out.gguf", to="gguf")
+    (tmp_path / "whole" / "preprocessor_config.json").unlink()
+    file = mmproj.path_of(tmp_path / "out.gguf")
+    file.write_bytes(b"XXXX" + file.read_bytes()[4:])
+    for name, word in (("whole", "preprocessor_config.json"), ("out.gguf", file.name)):
+        found = questions.subject(str(tmp_path / name))
+        assert isinstance(found.images, str)
+        with user_error("feature_unsupported", word):
+            deployment.image_load(Settings("m", "m"), found, 1, (64, 64))
+    text = replace(found, images=None)
+    with user_error("feature_unsupported", "no vision tower"):
+        deployment.image_load(Settings("m", "m"), text, 1, (64, 64))
+
+
 def test_the_rate_of_tiles_is_measured_once_where_it_is_needed(
     here: MachineProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,15 +160,21 @@ def test_the_rate_of_tiles_is_measured_once_where_it_is_needed(
         return Rate(1e12)
 
     monkeypatch.setattr(machine_rates, "bf16_tiles", measured)
-    monkeypatch.setattr(machine_rates, "measure", lambda: replace(here, isa=TILES))
+    monkeypatch.setattr(machine_rates, "measure", lambda: replace(here, isa=AMX))
     assert questions.rates(None, ["bf16"], lambda _: None).profile.bf16_tiles is None
+    told = list[str]()
+    monkeypatch.setattr(deployment, "has_amx", lambda: False)
+    assert questions.rates(None, ["bf16"], told.append, amx=True).profile.bf16_tiles is None
+    assert not made, "towers are computed without AMX here"
+    monkeypatch.setattr(deployment, "has_amx", lambda: True)
     for _ in range(2):
-        assert questions.rates(None, ["bf16"], lambda _: None, tiles=True).profile.bf16_tiles == Rate(1e12)
-    assert len(made) == 1
+        assert questions.rates(None, ["bf16"], told.append, amx=True).profile.bf16_tiles == Rate(1e12)
+    assert len(made) == len(told) == 1
+    assert "bfloat16" in told[0]
 
 
 def test_other_processors_have_no_rate_of_tiles(here: MachineProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_rates, "bf16_tiles", lambda: pytest.fail("measured"))
     monkeypatch.setattr(machine_rates, "measure", lambda: here)
     for _ in range(2):
-        assert questions.rates(None, ["bf16"], lambda _: None, tiles=True).profile.bf16_tiles is None
+        assert questions.rates(None, ["bf16"], lambda _: None, amx=True).profile.bf16_tiles is None

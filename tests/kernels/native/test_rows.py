@@ -27,7 +27,7 @@ ACTIVATED = (
     1e-6  # of a column, relative to its input (times the gate): exp and erf within a few units in the last place
 )
 LEVELS = _native.levels()
-KINDS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu")
+KINDS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
 WIDTHS = (1, 15, 16, 17, 64, 100, 896)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from attar.model.vision.model import VisionModel
-from attar.model.vision.tower import TILE, parts
+from attar.model.vision.tiles import TILE
+from attar.model.vision.tower import parts
 from tests.errors import user_error
 from tests.model.vision import seen, tiny
 

@@ -10,21 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attar.kv.schemes import SCHEMES
 from attar.model.shapes import shape
 from attar.model.split import Share
+from attar.model.vision.against import Beside, against
 from attar.model.vision.config import VisionConfig
 from attar.model.vision.tiles import Tiles
 from attar.plan import costs
 from attar.plan.costs import Storage
-from attar.plan.fit import CacheLimits, Deployment, blocks_for, fit
+from attar.plan.fit import CacheLimits, Deployment, blocks_for, fit, shared
 from attar.plan.goals import advice, candidates, quality, report, search
 from attar.plan.goals.candidates import Weights
-from attar.plan.goals.parse import parse
+from attar.plan.goals.parse import parse, shown
 from attar.plan.goals.search import Question, Workload
 from attar.plan.gpus import gpu_spec
 from attar.plan.rates.step_time import of_gpu
 from attar.plan.steps import StepLimits
-from attar.plan.vision import Encoding, ImageLoad
+from attar.plan.vision import EncodingTime, ImageLoad
 from tests.errors import user_error
 from tests.pretend_rates import PROFILE
 
@@ -103,6 +105,36 @@ def test_several_gpus_each_have_their_part(share: Share) -> None:
     assert advice.advise(asked, best.nearest.kv)
 
 
+@pytest.mark.parametrize("share", [Share(0, 2, 1), Share(0, 1, 2), Share(0, 2, 2)])
+def test_advice_counts_the_bytes_of_one_gpu(share: Share) -> None:
+    """A cache of int8 is compared with that of bfloat16, and both with one GPU's weights."""
+    gpu = gpu_spec("h100")
+    asked = question("kl<=1", 4, 4096, gpu=gpu, profile=of_gpu(gpu), share=share)
+    rows = {each.technique: each.reason for each in advice.advise(asked, SCHEMES["bfloat16"])}
+    _, held = shared(CONFIG, asked.storage, share)
+    wide, narrow = (4 * 64 * costs.block_bytes(held, SCHEMES[name]) for name in ("bfloat16", "int8"))
+    saved = (wide - narrow) / (wide + costs.weight_bytes(held, asked.storage).total)
+    said = f"cache {shown('memory', wide)} -> {shown('memory', narrow)}, {saved:.0%} of weights and cache"
+    assert said in rows["KV int8"]
+    assert 1.9 * wide < 4 * 64 * costs.block_bytes(CONFIG, SCHEMES["bfloat16"])
+
+
+def test_a_split_that_fails_is_named() -> None:
+    """Groups divide the columns, and not those of each process."""
+    gpu, odd = gpu_spec("h100"), shape("qwen2.5-0.5b")
+    for scheme, share, word in (("w4g64", Share(0, 7, 1), "--tp 7"), ("w4g{g}", Share(0, 1, 25), "--pp 25")):
+        said = candidates.divided(scheme, odd, Storage(), share)
+        assert isinstance(said, str)
+        assert word in said
+    assert "divides all columns" in str(candidates.divided("w4g512", odd, Storage(), Share()))
+    made = candidates.divided("w4g{g}", odd, Storage(), Share(0, 2, 1))
+    assert not isinstance(made, str)
+    assert made[1].linears is not None
+    assert (made[0], made[1].linears.name) == (64, "w4g64"), "groups of 128 divide the columns of the whole alone"
+    asked = question("kl<=1", config=odd, gpu=gpu, profile=of_gpu(gpu), share=Share(0, 2, 1))
+    assert advice.advise(asked, SCHEMES["bfloat16"])
+
+
 def test_weights_that_several_gpus_cannot_share_are_rejected() -> None:
     gpu = gpu_spec("h100")
     asked = question("kl<=1", gpu=gpu, profile=of_gpu(gpu), share=Share(0, 3, 1))
@@ -121,7 +153,7 @@ def seeing(users: int, seconds: float, **changes: Any) -> Question:
     """A question whose requests have an image of 256 rows, which takes a tower so long, half to double."""
     asked = question("kl<=0.1", users)
     load = ImageLoad(1, Tiles((1, 896, 896), (1, 1), (896, 896)), 256)
-    work = replace(asked.workload, encoding=Encoding(load, seconds, 1.0))
+    work = replace(asked.workload, encoding=EncodingTime(load, seconds, 1.0))
     return replace(asked, workload=work, images=10**9, tower_size=4 * 10**8, vision=VISION, **changes)
 
 
@@ -149,6 +181,8 @@ def test_what_images_do_not_go_with_is_rejected() -> None:
     answer = search.search(seeing(1, 0.1))
     found = {each.technique: each.reason for each in answer.rejected}
     assert {"sparse attention", "KV eviction sink", "KV eviction snapkv", "KV cache in kivi4"} <= set(found)
+    assert found["sparse attention"] == found["KV cache in kivi4"] == against(VISION, Beside(few=True))
+    assert found["KV eviction sink"] == against(VISION, Beside(evicts=True))
     assert all(not each.kv.recent for each in answer.all)
     rows = {each.technique: each for each in advice.advise(answer.question, answer.nearest.kv)}
     assert not rows["sparse attention"].pays

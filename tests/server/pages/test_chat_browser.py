@@ -107,6 +107,42 @@ def test_a_long_answer_costs_its_length(page: Browser) -> None:
         assert page.run("work(text, 1e9)") <= 2 * LONG + 8192, text[:40]
 
 
+EMPHASIS = {
+    "**a *b***": "<strong>a <em>b</em></strong>",
+    "*a **b***": "<em>a <strong>b</strong></em>",
+    "***a** b*": "<em><strong>a</strong> b</em>",
+    "***a* b**": "<strong><em>a</em> b</strong>",
+    "___a__ b_": "<em><strong>a</strong> b</em>",
+    "***a**": "*<strong>a</strong>",
+    "**a***": "<strong>a</strong>*",
+    "***a*": "**<em>a</em>",
+    "***a _b***": "<strong><em>a _b</em></strong>",
+    "*a ***b***": "*a <strong><em>b</em></strong>",
+}
+
+
+def test_emphasis_that_opens_or_closes_together(page: Browser) -> None:
+    found = {text: page.run(f"drawn({json.dumps(text)}, [1e9]).innerHTML") for text in EMPHASIS}
+    assert found == {text: f"<p>{html}</p>" for text, html in EMPHASIS.items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "linked", "behind"),
+    [
+        ("(http://x.invalid/a_(b))", "http://x.invalid/a_(b)", ")"),
+        ("http://x.invalid/a)**b**", "http://x.invalid/a", ")<strong>b</strong>"),
+        ("http://x.invalid/(a)(b).", "http://x.invalid/(a)(b)", "."),
+        ("http://x.invalid/(a", "http://x.invalid/(a", ""),
+    ],
+)
+def test_a_bare_link_ends_before_a_bracket_that_it_did_not_open(
+    page: Browser, text: str, linked: str, behind: str
+) -> None:
+    found = page.run(f"drawn({json.dumps(text)}, [1e9]).innerHTML")
+    assert found.removesuffix("</p>").partition(f">{linked}</a>")[2] == behind
+    assert found.count("<a ") == 1
+
+
 def test_markdown(page: Browser) -> None:
     def drawn(text: str) -> Any:
         return page.run(f"drawn({json.dumps(text)}, [1e9]).innerHTML")

@@ -119,8 +119,8 @@ def _notes(config: VisionConfig, ours: ImageSettings, theirs: ImageSettings) -> 
         )
     if config.class_token:
         yield (
-            "llama.cpp mixes up the rows of towers with a class token like this one (its issue 25814, open in version "
-            "0.3.36 of its Python bindings): its answers about images are worse than attar's from the same file."
+            "Versions of llama.cpp with its issue 25814 mix up the rows of towers with a class token like this one: "
+            "their answers about images are worse than attar's from the same file."
         )
     if config.window and config.window * config.patch != mmproj.QWEN_WINDOW:
         yield (

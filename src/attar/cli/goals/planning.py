@@ -155,7 +155,7 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
     from attar.plan.rates import store
     from attar.plan.rates.step_time import of_gpu
     from attar.plan.steps import StepLimits
-    from attar.plan.vision import TILES, encoding
+    from attar.plan.vision import AMX, encoding
 
     require_users(config.users)
     subject = config.shape or questions.subject(config.name)
@@ -178,13 +178,17 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
         notes.append(f"{gpu.name}: times are limits of its {said}; memory {memory / 1e9:.3g} GB")
         if share.count > 1:
             notes.append(f"memory is of each of {share.count} GPUs, and what they send each other takes no time here")
+        if share.pp > 1:
+            notes.append("stages take a prompt one after another here, and overlap when served: TTFT is an upper bound")
     else:
         storages, tower = _storages(subject, [each.storage for each in outputs]), subject.tower
-        tiles = load is not None and tower is not None and tower.on_tiles(True)
-        known = questions.rates(config.rates, questions.curve_names(subject.config, storages), tell, tiles)
+        wide = load is not None and tower is not None and tower.on_amx(True)
+        known = questions.rates(config.rates, questions.curve_names(subject.config, storages), tell, wide)
         profile = known.profile
+        # Rates of this machine may be of AMX that PyTorch does not use: its towers are then computed in float32.
+        amx = tower is not None and profile.isa == AMX and (not known.here or deployment.has_amx())
         if load is not None and tower is not None:
-            seen = encoding(tower, load, profile, profile.isa == TILES)
+            seen = encoding(tower, load, profile, amx)
             work = replace(work, encoding=seen)
             low, high = (shown("ttft", each) for each in seen.range)
             took = f"{shown('ttft', seen.seconds)} ({seen.evidence}, {low} to {high})"
@@ -195,7 +199,7 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
             f"rates of {profile.measured}: {profile.bandwidth.value / 1e9:.1f} GB/s ± {profile.bandwidth.spread:.0%}, "
             f"{profile.isa}, {_threads(profile.key.threads)}"
         )
-        images = deployment.image_bytes(settings, subject, profile.isa == TILES)
+        images = deployment.image_bytes(settings, subject, amx)
         if images:
             notes.append(f"memory holds {size(images)} of vision tower, projector and features of images")
         notes.append(f"memory {source if memory is None else f'{memory / 1e9:.3g} GB, {source}'}")
@@ -239,7 +243,7 @@ def workload(config: GoalOptions, subject: Subject, load: ImageLoad | None = Non
         said = f"the first {len(arrivals)} requests of {config.trace} at their own times, of up to {longest:,} tokens"
         return Workload(users, 1, 1, arrivals), [f"{said}; the cache holds {users} of the longest"]
     rows = 0 if load is None else load.tokens
-    context = config.context or min(DEFAULT_CONTEXT, max(2, subject.config.context - rows))
+    context = config.context or min(DEFAULT_CONTEXT, subject.config.context - rows)
     if context < 2:
         raise UserError("option_out_of_range", "a plan by goals needs a --context of 2 tokens: a prompt and an answer")
     prompt = config.prompt if config.prompt is not None else max(1, context * 3 // 4)

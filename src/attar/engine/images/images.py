@@ -25,9 +25,10 @@ from torch import Tensor
 
 from attar.engine.images.store import FeatureStore
 from attar.engine.images.tower import Encoding, VisionTower
-from attar.protocol.image_limits import MAX_ROWS, TOWER_SHARE
+from attar.protocol.image_limits import MAX_ROWS
 from attar.protocol.images import ImageInput, check_images
 from attar.protocol.messages import Submit
+from attar.protocol.scheduler_config import TOWER_SHARE
 from attar.scheduling.admission import Refused
 from attar.scheduling.image_ids import (
     ImageIds,

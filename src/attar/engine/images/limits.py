@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
-from attar.checkpoints.sources.vision import tower_at
+from attar.checkpoints.sources.vision import StoredTower, tower_at
 from attar.errors import UserError
 from attar.kv import schemes
-from attar.kv.schemes import KvScheme
+from attar.model.vision.against import Beside, against
 from attar.model.vision.config import VisionConfig
 from attar.plan.vision import TowerWeights
 from attar.protocol.settings import Settings
@@ -16,15 +15,6 @@ from attar.protocol.speculation import DRAFTERS
 from attar.sampling.drafters.drafter import Drafter
 
 NO_TENSORS = "the model's files lack the vision tower"
-
-
-class Beside(NamedTuple):
-    """Settings that some towers do not go with: whether requests may drop keys, whether rows read few keys, and the
-    scheme of the KV cache, None for the lossless one."""
-
-    evicts: bool = False
-    few: bool = False
-    scheme: KvScheme | None = None
 
 
 def against_images(config: VisionConfig, device: str, processes: int, draft: str | None, other: Beside) -> str | None:
@@ -38,20 +28,32 @@ def against_images(config: VisionConfig, device: str, processes: int, draft: str
         return "--tp and --pp: images are computed in one process only"
     if draft is not None and draft not in DRAFTERS:
         return f"--draft {draft}: with images drafts come from {' or '.join(DRAFTERS)}"
-    if config.sections and other.evicts:
-        return "--kv-eviction: not with tokens that have positions by time, height and width"
-    if config.bidirectional and other.few:
-        return "--sparse-attention and --sparse-prefill: not with rows of one image that see each other"
-    if config.bidirectional and other.scheme is not None and other.scheme.recent:
-        return f"--kv {other.scheme.name}: not with rows of one image that see each other"
-    return None
+    options = {
+        "--kv-eviction": Beside(evicts=other.evicts),
+        "--sparse-attention and --sparse-prefill": Beside(few=other.few),
+        f"--kv {other.scheme.name if other.scheme else ''}": Beside(scheme=other.scheme),
+    }
+    found = ((option, against(config, each)) for option, each in options.items())
+    return next((f"{option}: {why}" for option, why in found if why is not None), None)
 
 
 def tower_of(path: Path) -> tuple[VisionConfig | None, str]:
     """Return the vision tower that a checkpoint has, None without one, and why one that there is cannot be used."""
+    tower, why = _found(path)
+    return None if tower is None else tower.config, why
+
+
+def tower_weights(path: Path, dtype: str, whole: bool = True) -> tuple[TowerWeights | None, str]:
+    """Return the weights of the vision tower that a checkpoint has, for plans, from headers alone: None without one,
+    and why one that there is cannot be used. `dtype` is that of tensors which the files lack. Without `whole`, headers
+    of GGUF files may be all there is. Raises CheckpointError for tensors that loading refuses."""
+    tower, why = _found(path, whole)
+    return None if tower is None else tower.weights(dtype), why
+
+
+def _found(path: Path, whole: bool = True) -> tuple[StoredTower | None, str]:
     try:
-        tower = tower_at(path)
-        return None if tower is None else tower.config, ""
+        return tower_at(path, whole), ""
     except UserError as error:
         return None, str(error)
 
@@ -68,17 +70,6 @@ def no_images(settings: Settings, config: VisionConfig) -> str | None:
     few = bool(settings.sparse_attention or settings.sparse_prefill)
     other = Beside(bool(settings.kv_eviction), few, None if settings.kv is None else schemes.scheme(settings.kv))
     return against_images(config, settings.device, settings.tp * settings.pp, settings.draft, other)
-
-
-def tower_weights(path: Path, dtype: str, whole: bool = True) -> TowerWeights | None:
-    """Return the weights of the vision tower that a checkpoint has, for plans, from headers alone; None without one, or
-    with one that cannot be used. `dtype` is that of tensors which the files lack. Without `whole`, headers of GGUF
-    files may be all there is. Raises CheckpointError as loading does."""
-    try:
-        tower = tower_at(path, whole)
-    except UserError:
-        return None
-    return None if tower is None else tower.weights(dtype)
 
 
 def check_drafter(drafter: Drafter | None) -> None:

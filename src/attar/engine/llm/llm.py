@@ -20,7 +20,7 @@ from attar.checkpoints import image_settings
 from attar.checkpoints.adapters import lora
 from attar.checkpoints.generation_config import sampling as recommended
 from attar.checkpoints.sources import hub
-from attar.engine.images.limits import NO_TENSORS, Beside, against_images, tower_of
+from attar.engine.images.limits import NO_TENSORS, against_images, tower_of
 from attar.engine.llm.answer import Answer
 from attar.engine.llm.chats import Chats, Message
 from attar.engine.llm.images import ImagePrompts, taken
@@ -35,6 +35,7 @@ from attar.kv.schemes import scheme
 from attar.kv.sparse import SparseAttention
 from attar.kv.sparse_prefill import SparsePrefill
 from attar.model.cache import ForwardBatch
+from attar.model.vision.against import Beside
 from attar.progress import Progress
 from attar.protocol.grammar import Constraint, Grammar
 from attar.protocol.images import ImageInput

@@ -32,7 +32,7 @@ from attar.model.cache import KVCache
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.families import read_config
-from attar.model.vision.tower import TILE
+from attar.model.vision.tiles import TILE
 from attar.plan.rates import store
 from attar.plan.rates.profile import (
     DENSE,

@@ -7,7 +7,6 @@ plan of a config.json with kept rates starts without it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from attar import machine, strict_json
 from attar.checkpoints.strict_io import CheckpointError
-from attar.engine.deployment import subject_at
+from attar.engine import deployment
 from attar.errors import UserError
 from attar.formats.scheme import ITEM_BITS
 from attar.images.settings import ImageSettings, read_settings
@@ -33,7 +32,7 @@ from attar.plan.rates import profile as profiles
 from attar.plan.rates import store
 from attar.plan.rates.profile import MachineProfile
 from attar.plan.rates.step_time import curve_name
-from attar.plan.vision import TILES, TowerWeights
+from attar.plan.vision import AMX, TowerWeights
 
 if TYPE_CHECKING:
     from attar.checkpoints.sources.hub import HubName
@@ -61,11 +60,11 @@ def subject(name: str) -> Subject:
         return _remote(name, remote)
     found = hub.resolve(name)
     try:
-        return subject_at(name, found)
+        return deployment.subject_at(name, found)
     except UserError as error:
         if error.code != "checkpoint_incomplete" or found.suffix.lower() != ".gguf":
             raise
-        return subject_at(name, found, whole=False)
+        return deployment.subject_at(name, found, whole=False)
 
 
 def _remote(name: str, remote: HubName) -> Subject:
@@ -76,7 +75,7 @@ def _remote(name: str, remote: HubName) -> Subject:
     def cached(alone: bool) -> Subject | None:
         try:
             found = hub.resolve(name, offline=True, alone=alone)
-            return subject_at(name, found) if alone or hub.lacks_tower(remote, found) is False else None
+            return deployment.subject_at(name, found) if alone or hub.lacks_tower(remote, found) is False else None
         except CheckpointError as error:
             if error.code not in ("file_not_found", "checkpoint_incomplete"):
                 raise
@@ -86,7 +85,7 @@ def _remote(name: str, remote: HubName) -> Subject:
         return whole
     try:
         with tempfile.TemporaryDirectory(prefix="attar-plan-") as place:
-            return subject_at(name, hub_headers.fetch(remote, Path(place)), whole=False)
+            return deployment.subject_at(name, hub_headers.fetch(remote, Path(place)), whole=False)
     except CheckpointError as error:
         if error.code != "download_failed" or remote.file is None or (found := cached(alone=True)) is None:
             raise
@@ -111,11 +110,13 @@ def _bare(name: str, path: Path) -> Subject:
     config = read_config(value)
     candidates.check_size(config)
     dtype = config.dtype if config.dtype in ITEM_BITS and config.dtype != "float32" else "bfloat16"
-    vision, images = None, None
-    with contextlib.suppress(UserError):  # of a tower that is not read; such a model is served as a language model
+    try:
         vision = read_vision(value, config.hidden)
+    except UserError as error:  # of a tower that is not read: such a model is served as a language model
+        return Subject(name, config, Storage(dtype=dtype), images=str(error))
     if vision is None:
         return Subject(name, config, Storage(dtype=dtype))
+    images = None
     if path.name == CONFIG:  # what lies beside it is of the same model
         images = _images(path.parent)
     return Subject(name, config, Storage(dtype=dtype), TowerWeights(vision, dtype, {}), images)
@@ -137,9 +138,9 @@ class Known:
     notes: tuple[str, ...]
 
 
-def rates(file: Path | None, schemes: Iterable[str], tell: Told, tiles: bool = False) -> Known:
-    """Return the rates in `file`, or those kept for this machine, or measured now and kept; with `tiles` also that of
-    products in bfloat16, where the processor has tiles for them.
+def rates(file: Path | None, schemes: Iterable[str], tell: Told, amx: bool = False) -> Known:
+    """Return the rates in `file`, or those kept for this machine, or measured now and kept; with `amx` also that of
+    products in bfloat16 on AMX, where the processor has it.
 
     `schemes` are names of curves: missing ones are measured, 3 s each, unless a file was given. Raises UserError where
     there are no kernels to measure.
@@ -155,7 +156,7 @@ def rates(file: Path | None, schemes: Iterable[str], tell: Told, tiles: bool = F
     if kept.problem is not None:
         tell(kept.problem)
     missing = [name for name in dict.fromkeys(schemes) if known is None or name not in known.products]
-    lacks_tiles = tiles and known is not None and known.isa == TILES and known.bf16_tiles is None
+    lacks_tiles = amx and known is not None and known.isa == AMX and known.bf16_tiles is None and deployment.has_amx()
     if known is not None and not missing and not lacks_tiles:
         return Known(known, True, ())
     from attar.evaluation.planning import machine_rates
@@ -169,6 +170,7 @@ def rates(file: Path | None, schemes: Iterable[str], tell: Told, tiles: bool = F
         tell(f"measuring products with {', '.join(left)} weights, 3 s each")
     found = machine_rates.extended(known, left)
     if lacks_tiles:
+        tell("measuring products in bfloat16, as vision towers compute them")
         found = machine_rates.with_tiles(found)
     before = kept.problem
     if not kept.keep(found) and kept.problem is not None and before is None:

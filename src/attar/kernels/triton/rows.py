@@ -17,7 +17,7 @@ from attar.kernels.triton.language import arrive_last, counters, kernel, next_po
 
 LONGEST = 1 << 16  # columns of a row that one program can hold
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and subtracted, it rounds a float32 below 2^22 half to even
-KINDS = ("silu", "relu", "gelu", "gelu_tanh")
+KINDS = ("silu", "relu", "gelu", "gelu_tanh", "quick_gelu")
 SHARE, STEP = 8192, 1024  # logits of one program, and of a step of it
 
 
@@ -81,6 +81,8 @@ def _act(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
         return x / (1.0 + tl.exp(-x))
     elif KIND == "relu":
         return tl.where(x < 0, 0.0, x)
+    elif KIND == "quick_gelu":
+        return x / (1.0 + tl.exp(-1.702 * x))
     elif KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:

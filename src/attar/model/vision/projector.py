@@ -18,7 +18,7 @@ from attar.images.geometry import margins
 from attar.kernels import ops
 from attar.kernels.operands import Linear, Norm
 from attar.model.vision.config import VisionConfig
-from attar.model.vision.tower import activate, normed, tiles
+from attar.model.vision.tower import normed, tiles
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class Projector:
             own = rows[part]
             for number, linear in enumerate(self.linears):
                 if number:
-                    own = activate(own, self.config.projector_activation, False, linear)
+                    own = ops.activate(own, self.config.projector_activation, False, linear)
                 own = ops.linear(own, (linear,))
             out[part] = own
             yield

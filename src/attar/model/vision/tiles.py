@@ -10,6 +10,8 @@ from attar.images.geometry import unpadded_rows
 from attar.model.vision.config import VisionConfig
 from attar.model.vision.tensors import tensors
 
+TILE = 128  # rows that a tower computes at once: each time it reads a layer's weights
+
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
@@ -100,9 +102,3 @@ def attention_multiply_adds(config: VisionConfig, tiles: Tiles) -> int:
     )
     full = sum(layer in config.full_layers for layer in range(config.layers))
     return 2 * config.hidden * (full * whole + (config.layers - full) * within)
-
-
-def multiply_adds(config: VisionConfig, tiles: Tiles) -> int:
-    """Return the multiply-adds of tower and projector for an image."""
-    each = sum(product.multiply_adds for product in products(config, tiles))
-    return tiles.shape[0] * (each + attention_multiply_adds(config, tiles))

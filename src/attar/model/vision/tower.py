@@ -20,10 +20,9 @@ from torch import Tensor
 
 from attar.kernels import ops
 from attar.kernels.operands import Linear, Norm
-from attar.model.vision.config import Activation, VisionConfig
+from attar.model.vision.config import VisionConfig
 from attar.model.vision.patches import Patches
-
-TILE = 128  # rows: each reads the layer's weights once
+from attar.model.vision.tiles import TILE
 
 
 @dataclass(eq=False)
@@ -53,15 +52,6 @@ class Segments:
 
     def bounds(self) -> Iterator[tuple[int, int]]:
         return pairwise(accumulate(self.lengths, initial=0))
-
-
-def activate(x: Tensor, kind: Activation, gated: bool, reader: Linear) -> Tensor:
-    """Return the rows that `reader` multiplies; see `ops.activate`. quick_gelu is x sigmoid(1.702 x) (Hendrycks and
-    Gimpel 2016, section 2)."""
-    if kind == "quick_gelu":
-        assert not gated, "no tower gates by quick_gelu"
-        return x * torch.sigmoid(1.702 * x)
-    return ops.activate(x, kind, gated, reader)
 
 
 def tiles(length: int) -> Iterator[slice]:
@@ -114,7 +104,7 @@ def layer_work(layer: VisionLayer, config: VisionConfig, x: Tensor, segments: Se
         yield
         wide = ops.linear(normed(own, layer.feed_forward_norm), layer.up)
         yield
-        x[rows] = own + ops.linear(activate(wide, config.activation, config.gated, layer.down), (layer.down,))
+        x[rows] = own + ops.linear(ops.activate(wide, config.activation, config.gated, layer.down), (layer.down,))
         yield
 
 

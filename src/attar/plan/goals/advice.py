@@ -13,11 +13,13 @@ from dataclasses import dataclass
 
 from attar.formats.scheme import Scheme
 from attar.kv.schemes import SCHEMES, KvScheme
+from attar.model.config import ModelConfig
+from attar.model.split import Share
 from attar.plan import costs
 from attar.plan.costs import Storage
 from attar.plan.fit import shared
 from attar.plan.goals import quality
-from attar.plan.goals.candidates import GROUPS, compressed
+from attar.plan.goals.candidates import compressed, divided
 from attar.plan.goals.parse import shown
 from attar.plan.goals.quality import Quality
 from attar.plan.goals.search import Question
@@ -89,17 +91,14 @@ def _range(cost: Quality) -> str:
     return f"KL {cost.kl:.2g} ({cost.evidence}, {cost.low:.2g} to {cost.high:.2g})"
 
 
-def _named(q: Question, name: str) -> Storage | None:
-    """Return a storage of the first group that divides all columns."""
-    for group in GROUPS:
-        found = Storage.named(name.format(g=group), q.storage.head, q.storage.dtype)
-        try:
-            costs.weight_bytes(q.config, found)
-            shared(q.config, found, q.share)
-        except ValueError:
-            continue
-        return found
-    return None
+def _held(q: Question, storage: Storage) -> ModelConfig:
+    """Return the part of the model that one process of the question holds: weights, and heads and layers of caches."""
+    return shared(q.config, storage, q.share)[1]
+
+
+def _read(q: Question, storage: Storage) -> int:
+    """Return the bytes of weights that a decode step reads, of which stages read theirs one after another."""
+    return costs.step_bytes(shared(q.config, storage, Share(0, q.share.tp))[1], storage)
 
 
 def _weights(q: Question, kv: KvScheme) -> Iterator[Advice]:
@@ -107,17 +106,19 @@ def _weights(q: Question, kv: KvScheme) -> Iterator[Advice]:
         yield Advice("weights", False, f"{q.storage.label} weights are compressed already")
         return
     rows, (now, share) = _together(q), _step(q, q.storage, kv)
-    four, eight = _named(q, "w4g{g}"), _named(q, "w8a8")
+    four, eight = (divided(each, q.config, q.storage, q.share) for each in ("w4g{g}", "w8a8"))
     times = {}
-    for name, storage, key in (("W4A16", four, "gptq-w4"), ("W8A8", eight, "smoothquant+gptq-w8a8")):
+    for name, made, key in (("W4A16", four, "gptq-w4"), ("W8A8", eight, "smoothquant+gptq-w8a8")):
         method = key.rpartition("-")[0]
-        if storage is None or storage.linears is None:
-            yield Advice(name, False, "its groups do not divide the model's columns")
+        if isinstance(made, str):
+            yield Advice(name, False, made)
             continue
+        _, storage = made
+        assert storage.linears is not None, f"{name} names a scheme"
         times[name], _ = _step(q, storage, kv)
         least = min(now, *times.values())
         star = crossover(q, storage.linears)
-        bytes_of = costs.step_bytes(q.config, storage) / costs.step_bytes(q.config, q.storage) - 1
+        bytes_of = _read(q, storage) / _read(q, q.storage) - 1
         where = f"{rows} row{'s' * (rows > 1)} {'<' if rows < star else '>='} B* = {star:.0f}"
         said = f"step {shown('ttft', now)} -> {shown('ttft', times[name])}"
         if now / times[name] >= WORTH and times[name] <= least * WORTH:
@@ -142,7 +143,7 @@ def _cache(q: Question, kv: KvScheme) -> Iterator[Advice]:
             yield Advice(f"KV {name}", False, str(error))
             continue
         then, _ = _step(q, q.storage, SCHEMES[name])
-        total = held + costs.weight_bytes(q.config, q.storage).total
+        total = held + costs.weight_bytes(_held(q, q.storage), q.storage).total
         saved = (held - bytes_of) / total
         said = (
             f"cache {shown('memory', held)} -> {shown('memory', bytes_of)}, {saved:.0%} of weights and cache; step "
@@ -155,7 +156,7 @@ def _cache(q: Question, kv: KvScheme) -> Iterator[Advice]:
 
 
 def _cache_bytes(q: Question, kv: KvScheme) -> int:
-    return q.workload.users * -(-q.workload.context // costs.BLOCK) * costs.block_bytes(q.config, kv)
+    return q.workload.users * -(-q.workload.context // costs.BLOCK) * costs.block_bytes(_held(q, q.storage), kv)
 
 
 def _drafts(q: Question, kv: KvScheme) -> Iterator[Advice]:
@@ -188,7 +189,7 @@ def _sparsity(q: Question, kv: KvScheme) -> Iterator[Advice]:
     """Yield the row of 2:4 sparsity, beside 4-bit weights, which have about as many bytes."""
     if compressed(q.config, q.storage):
         return
-    cost, four = _range(quality.WEIGHTS["prune-2:4"]), _named(q, "w4g{g}")
+    cost, four = _range(quality.WEIGHTS["prune-2:4"]), divided("w4g{g}", q.config, q.storage, q.share)
     sparse = Storage.named("sparse24", q.storage.head, q.storage.dtype)
     try:
         then, _ = _step(q, sparse, kv)
@@ -196,7 +197,7 @@ def _sparsity(q: Question, kv: KvScheme) -> Iterator[Advice]:
         yield Advice("2:4 sparsity", False, str(error))
         return
     now, _ = _step(q, q.storage, kv)
-    least = min(now, now if four is None else _step(q, four, kv)[0])
+    least = min(now, now if isinstance(four, str) else _step(q, four[1], kv)[0])
     said = f"step {shown('ttft', now)} -> {shown('ttft', then)}; {cost}"
     if then <= least / WORTH:
         yield Advice("2:4 sparsity", True, said, "attar compress --recipe prune-2:4-sparse24")

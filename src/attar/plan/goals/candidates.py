@@ -14,6 +14,7 @@ from attar.formats.scheme import ITEM_BITS
 from attar.kv.schemes import SCHEMES, KvScheme
 from attar.model.config import ModelConfig
 from attar.model.split import Share
+from attar.model.vision.against import Beside, against
 from attar.model.vision.config import VisionConfig
 from attar.plan import costs, gpus
 from attar.plan.costs import Storage
@@ -98,10 +99,8 @@ def weights(
         return found, out
     for recipe in RECIPES:
         made = _made(recipe, config, storage, share)
-        if made is None:
-            out.append(
-                Rejected(recipe.name(GROUPS[0]), f"no group of {', '.join(map(str, GROUPS))} divides all columns")
-            )
+        if isinstance(made, str):
+            out.append(Rejected(recipe.name(GROUPS[0]), made))
         elif without := _without_kernel(config, made.storage, gpu):
             out.append(Rejected(made.label, f"{without} linear layers would have no kernel here"))
         elif all(each.label != made.label for each in found):
@@ -124,17 +123,32 @@ def _divisible(config: ModelConfig, found: Sequence[Weights], share: Share) -> t
     return kept, out
 
 
-def _made(recipe: Recipe, config: ModelConfig, storage: Storage, share: Share) -> Weights | None:
+def _made(recipe: Recipe, config: ModelConfig, storage: Storage, share: Share) -> Weights | str:
+    found = divided(recipe.scheme, config, storage, share)
+    if isinstance(found, str):
+        return found
+    group, made = found
+    name = recipe.name(group)
+    return Weights(name, made, recipe.quality, recipe=name)
+
+
+def divided(scheme: str, config: ModelConfig, storage: Storage, share: Share) -> tuple[int, Storage] | str:
+    """Return the first group, `{g}` in the scheme, that divides all columns, also where the processes of `share` cut
+    them, and the storage with it; or why there is none."""
+    why = f"no group of {', '.join(map(str, GROUPS))} divides all columns"
     for group in GROUPS:
-        name = recipe.name(group)
-        found = Storage.named(recipe.scheme.format(g=group), storage.head, storage.dtype)
+        found = Storage.named(scheme.format(g=group), storage.head, storage.dtype)
         try:
             costs.weight_bytes(config, found)
-            shared(config, found, share)
         except ValueError:
             continue
-        return Weights(name, found, recipe.quality, recipe=name)
-    return None
+        try:
+            shared(config, found, share)
+        except UserError as error:
+            why = str(error)
+        else:
+            return group, found
+    return why
 
 
 def _without_kernel(config: ModelConfig, storage: Storage, gpu: GpuSpec | None) -> int:
@@ -159,8 +173,9 @@ def kv(
         except ValueError as error:
             out.append(Rejected(f"KV cache in {name}", str(error)))
         else:
-            if vision is not None and vision.bidirectional and SCHEMES[name].recent:
-                out.append(Rejected(f"KV cache in {name}", "rows of one image see each other"))
+            why = None if vision is None else against(vision, Beside(scheme=SCHEMES[name]))
+            if why is not None:
+                out.append(Rejected(f"KV cache in {name}", why))
             else:
                 found.append(SCHEMES[name])
     if not found:

@@ -10,7 +10,7 @@ from attar.plan.goals.quality import Quality
 from attar.plan.goals.simulate import Latencies
 from attar.plan.goals.techniques import Changed, Technique
 from attar.plan.rates.step_time import Evidence, StepModel, weakest
-from attar.plan.vision import Encoding
+from attar.plan.vision import EncodingTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class TowerError:
+class TowerSpread:
     """Relative errors that the time of a vision tower adds to times and rates of requests with images."""
 
     ttft: float = 0.0
@@ -33,7 +33,7 @@ class TowerError:
     evidence: Evidence = "exact"
 
     @classmethod
-    def of(cls, encoding: Encoding | None, found: Latencies, answer: int, loaded: bool) -> TowerError:
+    def of(cls, encoding: EncodingTime | None, found: Latencies, answer: int, loaded: bool) -> TowerSpread:
         """Take the share that the tower has in each time. Alone, a user waits for it before the first token only; among
         several, images of all are computed between the tokens of each."""
         if encoding is None:
@@ -46,7 +46,7 @@ class TowerError:
 
 def cells_of(
     cost: Quality | None, memory: int, size: int, model: StepModel | Changed, found: Latencies,
-    technique: Technique | None = None, tower: TowerError = TowerError(),
+    technique: Technique | None = None, tower: TowerSpread = TowerSpread(),
 ) -> dict[str, Cell]:  # fmt: skip
     """Return every quantity of a configuration with its range and label.
 

@@ -22,7 +22,7 @@ from attar.plan.costs import BLOCK, Storage
 from attar.plan.fit import CacheLimits, Deployment, Fit
 from attar.plan.goals import candidates, quality, simulate, techniques
 from attar.plan.goals.candidates import Rejected, Weights
-from attar.plan.goals.cells import Cell, TowerError, cells_of, widened
+from attar.plan.goals.cells import Cell, TowerSpread, cells_of, widened
 from attar.plan.goals.parse import Goal, shown
 from attar.plan.goals.simulate import Arrival, Capacity, Latencies
 from attar.plan.goals.techniques import Changed, Technique
@@ -30,7 +30,7 @@ from attar.plan.gpus import GpuSpec
 from attar.plan.rates.profile import MachineProfile
 from attar.plan.rates.step_time import StepModel
 from attar.plan.steps import StepLimits
-from attar.plan.vision import Encoding
+from attar.plan.vision import EncodingTime
 from attar.protocol.scheduler_config import PRESETS
 
 SEPARATE = 0.02  # relative difference of two times that counts, at least
@@ -49,7 +49,7 @@ class Workload:
     answer: int
     trace: tuple[Arrival, ...] = ()
     given: bool = True  # whether a number of users was given
-    encoding: Encoding | None = None  # of the images of each request, whose rows are part of its prompt
+    encoding: EncodingTime | None = None  # of the images of each request, whose rows are part of its prompt
 
     @property
     def context(self) -> int:
@@ -92,8 +92,9 @@ class Question:
 
     def steps(self, storage: Storage, kv: KvScheme) -> StepModel:
         """Return the step-time model of weights and a cache: of one GPU's part of all layers, because pipeline stages
-        run one after another. What GPUs send each other takes no time in it. Raises UserError for weights that cannot
-        be split so."""
+        run one after another in decoding. So they do here for prompts, whose pieces really overlap: times of prompts
+        are upper bounds with `pp`. What GPUs send each other takes no time. Raises UserError for weights that cannot be
+        split so."""
         stage = planning.shared(self.config, storage, Share(0, self.share.tp))[1]
         return StepModel(stage, storage, kv, self.profile)
 
@@ -235,8 +236,8 @@ def _configurations(
                 asked = _fewer(work, technique)
                 latencies = _latencies(seconds, asked, limits, taken)
                 needed = _needed(taken) + q.images
-                error = TowerError.of(work.encoding, latencies, asked.answer, work.loaded)
-                cells = cells_of(cost, needed, size, seconds, latencies, technique, error)
+                spread = TowerSpread.of(work.encoding, latencies, asked.answer, work.loaded)
+                cells = cells_of(cost, needed, size, seconds, latencies, technique, spread)
                 fits = q.memory is None or needed <= q.memory
                 found.append(Configuration(
                     weights, kv, limits.rows, taken, fits, widened(cells, q.factors), model.fitted, technique=technique,

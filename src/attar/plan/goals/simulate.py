@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from attar.plan.goals.techniques import Changed
 from attar.plan.rates.step_time import StepModel
-from attar.protocol.image_limits import TOWER_SHARE
+from attar.protocol.scheduler_config import TOWER_SHARE
 
 Steps = StepModel | Changed
 

@@ -17,6 +17,7 @@ from attar.kv.eviction import Eviction
 from attar.kv.schemes import KvScheme
 from attar.kv.sparse import SparseAttention
 from attar.model.config import ModelConfig
+from attar.model.vision.against import Beside, against
 from attar.model.vision.config import VisionConfig
 from attar.plan.costs import BLOCK
 from attar.plan.goals.candidates import Rejected
@@ -136,8 +137,8 @@ def techniques(
     found, out = list[Technique](), list[Rejected]()
     if gpu is not None:
         return [], [Rejected("sparse attention, KV eviction", "they run on CPUs")]
-    if vision is not None and vision.bidirectional:
-        out.append(Rejected("sparse attention", "rows of one image see each other"))
+    if vision is not None and (why := against(vision, Beside(few=True))) is not None:
+        out.append(Rejected("sparse attention", why))
     elif config.angles_grow:
         out.append(Rejected("sparse attention", "rotary angles of this model grow with the length"))
     elif context <= sparse.DENSE_BELOW:
@@ -150,7 +151,8 @@ def techniques(
     budget = context // KEPT // BLOCK * BLOCK
     for policy, cost in (("sink", SINK), ("snapkv", SNAPKV)):
         if vision is not None:
-            out.append(Rejected(f"KV eviction {policy}", "requests with images keep all keys"))
+            why = against(vision, Beside(evicts=True)) or "requests with images keep all keys"
+            out.append(Rejected(f"KV eviction {policy}", why))
             continue
         if budget < eviction.LEAST or (policy != "sink" and prompt <= budget):
             out.append(Rejected(f"KV eviction {policy}", f"a quarter of {context:,} tokens is too small a budget"))

@@ -16,7 +16,7 @@ spread is half the range of the repeated measurements, over their median. Torch-
                 and the bytes that it reads, both divided by the number of weights. bf16 stands for dense weights
     attention   {KV scheme: {"stored", "score", "prefill_score", "spread"}}, see `AttentionCost`
     overheads   {"step", "layer", "element", "logit"}, see `Overheads`
-    bf16_tiles  {"value": operations, ...} of products in bfloat16 of 64 rows, where the processor has tiles, or null
+    bf16_tiles  {"value": operations, ...} of products in bfloat16 of 128 rows, where the processor has tiles, or null
 """
 
 from __future__ import annotations

@@ -79,12 +79,20 @@ function inline(text) {
   const opens = (key, literal) => {
     if (open.length === OPENERS) open.shift();
     open.push({ key, at: out.length });
-    out.push(literal);
+    out.push(literal, ""); // the second for what closes a part of three marks
   };
   const closes = (index, begin) => {
     out[open[index].at] = begin;
     out.push({ end: true });
     open.length = index;
+  };
+  // Close a run of marks by `count` of them. Of three marks the others stay open.
+  const emphasized = (index, count) => {
+    const { key, at } = open[index], rest = key.slice(count), tags = [["em"], ["strong"], ["strong", "em"]];
+    closes(index, { begin: key[0] === "~" ? ["del"] : tags[count - 1] });
+    if (!rest) return;
+    [out[at], out[at + 1]] = [rest, out[at]];
+    open.push({ key: rest, at });
   };
   while (at < text.length) {
     SPECIAL.lastIndex = at;
@@ -95,7 +103,7 @@ function inline(text) {
     if (here > at) out.push(text.slice(at, image ? here - 1 : here));
     at = here + 1;
     if (mark === "\\") {
-      const escaped = /[!-/:-@[-`{-~]/.test(text[at] || "");
+      const escaped = /[!-/:-@[-`{-~\n]/.test(text[at] || "");
       out.push(escaped ? text[at++] : mark);
     } else if (mark === "`") {
       const run = runAt(text, here), end = next.get(here);
@@ -106,15 +114,21 @@ function inline(text) {
       out.push(make("code", { textContent: visible(padded ? code.slice(1, -1) : code) }));
       at = end + run.length;
     } else if ("*_~".includes(mark)) {
-      const run = runAt(text, here), after = text[here + run.length] || " ", key = run;
+      const run = runAt(text, here), after = text[here + run.length] || " ", three = mark.repeat(3);
       at = here + run.length;
       const word = /[\p{L}\p{N}]/u, usable = mark === "~" ? run.length === 2 : run.length < 4;
       const ends = usable && /\S/.test(before) && !(mark === "_" && word.test(after));
       const begins = usable && /\S/.test(after) && !(mark === "_" && word.test(before));
-      const index = ends ? open.findLastIndex(each => each.key === key) : -1;
-      if (index >= 0) closes(index, { begin: mark === "~" ? ["del"] : [["em"], ["strong"], ["strong", "em"]][run.length - 1] });
-      else if (begins) opens(key, run);
-      else out.push(run);
+      const closed = left => open.findLastIndex(({ key }) => key === left || (key[0] === mark && (key === three || left === three)));
+      let left = ends ? run : "", index = left ? closed(left) : -1;
+      if (index < 0 && begins) opens(run, run);
+      else if (index < 0) out.push(run);
+      for (; left && index >= 0; index = left ? closed(left) : -1) { // `**a *b***` closes both
+        const count = Math.min(left.length, open[index].key.length);
+        emphasized(index, count);
+        left = left.slice(count);
+        if (left && closed(left) < 0) { out.push(left); left = ""; }
+      }
     } else if (mark === "[") {
       opens(image ? "![" : "[", image ? "![" : "[");
     } else if (mark === "]") {
@@ -141,9 +155,12 @@ function inline(text) {
       if (href) at = POINTED.lastIndex;
     } else {
       BARE.lastIndex = here;
-      let bare = /\w/.test(before) ? "" : (BARE.exec(text) || [""])[0], end = bare.length;
-      const after = bare.includes("(") ? "*_~.,;:!?'" : "*_~.,;:!?')";
-      while (end && after.includes(bare[end - 1])) end--;
+      let bare = /\w/.test(before) ? "" : (BARE.exec(text) || [""])[0], end = 0;
+      for (let depth = 0; end < bare.length; end++) { // up to a bracket that was opened before it
+        if (bare[end] === "(") depth++;
+        if (bare[end] === ")" && --depth < 0) break;
+      }
+      while (end && "*_~.,;:!?'".includes(bare[end - 1])) end--;
       bare = bare.slice(0, end);
       const href = address(bare);
       out.push(href ? { href, text: bare } : found[0]);
