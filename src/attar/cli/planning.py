@@ -181,8 +181,8 @@ class PlanConfig(SchedulerOptions):
         ))  # fmt: skip
 
     def load(self, subject: Subject, settings: Settings) -> ImageLoad | None:
-        """Return what the images of each request are, to a server of `settings`; None without --images. Raises ValueError for a model or options
-        that do not go with images."""
+        """Return what the images of each request are, to a server of `settings`; None without --images. Raises
+        ValueError for a model or options that do not go with images."""
         from attar.engine import deployment
 
         if self.images is None:

@@ -171,9 +171,8 @@ def search(question: Question) -> Answer:
     found = [each for of in chosen for each in _configurations(question, of, formats, beside, first)]
     out = (*rejected, *refused, *without)
     answer = judged(question, found, out)
-    if later := rows[
-        len(first) :
-    ]:  # the memory of a step is a sum over all layers: further presets are tried with the best weights alone
+    # The memory of a step is a sum over all layers: further presets are tried with the best weights alone.
+    if later := rows[len(first) :]:
         found += _configurations(question, answer.nearest.weights, formats, (), later)
         answer = judged(question, found, out)
     return answer
