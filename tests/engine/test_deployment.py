@@ -219,6 +219,21 @@ def test_a_context_that_is_left_open_holds_the_images(tmp_path: Path) -> None:
     assert seen.fit.context == load.least
 
 
+def test_rows_that_see_each_other_fit_into_one_step(tmp_path: Path) -> None:
+    """A step has rows for the other sequences and for drafts too."""
+    models.save("gemma3", tmp_path)
+    subject = questions.subject(str(tmp_path))
+    assert isinstance(subject.images, ImageSettings)
+    load = deployment.image_load(Settings("m", "m"), subject, 1, (64, 64))
+    for tokens, fits in ((load.rows + 7, True), (load.rows + 6, False)):  # seven forced tokens beside one sequence
+        settings = Settings("m", "m", max_running=1, max_step_tokens=tokens)
+        if fits:
+            assert deployment.image_load(settings, subject, 1, (64, 64)) == load
+        else:
+            with user_error("option_conflict", "max-step-tokens", f"which has {load.rows - 1} "):
+                deployment.image_load(settings, subject, 1, (64, 64))
+
+
 def test_a_config_json_tells_the_tower(tmp_path: Path) -> None:
     given = (tiny.folder("smolvlm") / "config.json").read_text()
     (tmp_path / "config.json").write_text(given)

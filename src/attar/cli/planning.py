@@ -180,15 +180,15 @@ class PlanConfig(SchedulerOptions):
             quiet=self.quiet, acceptance=self.acceptance, images=self.images, image_size=self.pixels,
         ))  # fmt: skip
 
-    def load(self, subject: Subject) -> ImageLoad | None:
-        """Return what the images of each request are; None without --images. Raises ValueError for a model or options
-        that do not go with images."""
+    def load(self, subject: Subject, settings: Settings) -> ImageLoad | None:
+        """Return what the images of each request are, to a server of `settings`; None without --images. Raises
+        ValueError for a model or options that do not go with images."""
         from attar.engine import deployment
 
         if self.images is None:
             return None
         by_gpu = self.gpu is not None or self.device != "cpu"
-        return deployment.image_load(self.engine(), subject, self.images, self.pixels, by_gpu)
+        return deployment.image_load(settings, subject, self.images, self.pixels, by_gpu)
 
     @property
     def pixels(self) -> tuple[int, int]:
@@ -274,7 +274,7 @@ def plan(config: PlanConfig) -> None:
         hardware = config.hardware()
         if hardware.bandwidth is None and hardware.gpu is None:
             tell("the kernels do not load, so how fast memory reads is not known: give --bandwidth")
-        load, context = config.load(subject), config.context
+        load, context = config.load(subject, settings), config.context
         if load is not None and context is not None:
             context += load.tokens
         made = deployment.plan(settings, subject, Demand(context, config.users), hardware, load)

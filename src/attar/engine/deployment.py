@@ -174,8 +174,8 @@ def image_load(settings: Settings, subject: Subject, count: int, size: tuple[int
     """Return what `count` images of a height and width are in each request, to a server on a `gpu` or on CPUs.
 
     Raises UserError for a model without a vision tower, for settings that images do not go with, and for images that
-    the model or a server does not take in one request: too large, of too many rows, or of more than the model's context
-    less a token of prompt and one of answer.
+    the model or a server does not take in one request: too large, of too many rows, of more rows than a step has where
+    they are computed together, or of more than the model's context less a token of prompt and one of answer.
     """
     from attar.engine.images.limits import no_images
 
@@ -191,6 +191,9 @@ def image_load(settings: Settings, subject: Subject, count: int, size: tuple[int
     check_sizes([size] * count, [load.tiles.shape] * count)
     if load.rows > MAX_ROWS:
         raise UserError("image_too_large", f"an image has {load.rows:,} rows, and at most {MAX_ROWS:,} are taken")
+    if config.bidirectional and load.rows > (rows := settings.limits().prompt_rows):
+        message = f"the {load.rows:,} rows of an image are computed in one step, which has {rows:,} for them"
+        raise UserError("option_conflict", f"{message}: raise max-step-tokens, or lower max-running")
     if load.least > (most := subject.config.context):
         message = f"{count} image{'s' * (count > 1)} of {load.rows:,} rows take {load.tokens:,} tokens"
         message += f": the model's context of {most:,} has no room for a prompt and an answer beside them"

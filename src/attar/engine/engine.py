@@ -139,8 +139,9 @@ class Engine:
             check_drafter(config.drafter)
             assert config.saved is None, "ids of images are this process's own: its blocks stay here"
             assert config.peer is None, "ids of images are this process's own: its blocks stay here"
-            rows = limits.max_step_tokens - limits.together + 1 - limits.max_drafts
-            self.images = Images(config.tower, config.image_cache, decoder.dtype, images, self.cache.flush, rows)
+            self.images = Images(
+                config.tower, config.image_cache, decoder.dtype, images, self.cache.flush, limits.prompt_rows
+            )
             self.runner.take_images(self.images.rows, config.tower.rotary)
         whole = None if config.sparse is None else config.sparse.settings.whole
         self.scheduler = Scheduler(self.pool, self.cache, limits, whole, self.sliding, config.prefill)

@@ -65,6 +65,11 @@ class SchedulerConfig:
         """Return the number of sequences that may run at the same time."""
         return 1 if self.policy == "none" else self.max_running
 
+    @property
+    def prompt_rows(self) -> int:
+        """Return the rows of a step that one prompt has at least, beside tokens and drafts of all others."""
+        return self.max_step_tokens - self.together + 1 - self.max_drafts
+
     def told(self, preset: str | None) -> str:
         """Return all settings in one line, with the default beside each value that differs from it."""
         said = []

@@ -189,6 +189,14 @@ def test_what_images_do_not_go_with_is_rejected() -> None:
     assert not rows["KV eviction sink"].pays
 
 
+def test_steps_hold_an_image_whose_rows_see_each_other() -> None:
+    """256 rows fit beside 31 other sequences into 512, and not into 128."""
+    plain, seen = ({each.rows for each in search.search(each).all} for each in (question("kl<=1", 4), seeing(4, 0.1)))
+    assert plain - seen == {128}
+    apart = replace(seeing(4, 0.1), vision=replace(VISION, bidirectional=False))
+    assert {each.rows for each in search.search(apart).all} == plain
+
+
 def test_what_does_not_fit_beside_the_tower_is_no_answer() -> None:
     least = min(each.cells["memory"].value for each in search.search(seeing(1, 0.1)).all)
     assert any(each.fits for each in search.search(seeing(1, 0.1, memory=round(least))).all)

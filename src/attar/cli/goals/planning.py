@@ -162,9 +162,8 @@ def ask(config: GoalOptions, goals: Sequence[Goal]) -> tuple[Question, list[str]
     candidates.check_size(subject.config)
     load = None
     if config.images is not None:
-        load = deployment.image_load(
-            config.settings, subject, config.images, config.image_size, gpu=config.gpu is not None
-        )
+        asked = deployment.for_users(config.settings, config.users)
+        load = deployment.image_load(asked, subject, config.images, config.image_size, gpu=config.gpu is not None)
     work, notes = workload(config, subject, load)
     settings = deployment.for_users(config.settings, work.users)
     limits = StepLimits.of(settings.limits(), settings.threads or machine.cores())

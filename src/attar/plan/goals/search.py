@@ -166,12 +166,14 @@ def search(question: Question) -> Answer:
     beside, without = techniques.techniques(
         question.config, question.gpu, work.longest_prompt, work.context, question.acceptance, question.vision
     )
-    rows = (question.rows,) if question.rows is not None else _rows(work)
-    found = [each for of in chosen for each in _configurations(question, of, formats, beside, rows[:2])]
+    rows = (question.rows,) if question.rows is not None else _rows(question)
+    first = tuple(each for each in rows if each in ROWS[:2]) or rows
+    found = [each for of in chosen for each in _configurations(question, of, formats, beside, first)]
     out = (*rejected, *refused, *without)
     answer = judged(question, found, out)
-    if rows[2:]:  # the memory of a step is a sum over all layers: further presets are tried with the best weights alone
-        found += _configurations(question, answer.nearest.weights, formats, (), rows[2:])
+    # The memory of a step is a sum over all layers: further presets are tried with the best weights alone.
+    if later := rows[len(first) :]:
+        found += _configurations(question, answer.nearest.weights, formats, (), later)
         answer = judged(question, found, out)
     return answer
 
@@ -245,10 +247,15 @@ def _configurations(
     return found
 
 
-def _rows(work: Workload) -> tuple[int, ...]:
-    """Return the numbers of rows to try: one that all prompts together do not fill is as the next smaller one."""
+def _rows(q: Question) -> tuple[int, ...]:
+    """Return the numbers of rows to try: one that all prompts together do not fill is as the next smaller one, and one
+    that an image does not fit into, whose rows see each other, is none."""
+    work, least = q.workload, 0
     together = work.longest_prompt * work.users
-    return ROWS[:1] if not work.loaded else tuple(each for each in ROWS if each == ROWS[0] or each <= together)
+    if q.vision is not None and q.vision.bidirectional and work.encoding is not None:
+        least = work.encoding.load.rows + q.limits.sequences - 1 + q.limits.drafts
+    more = tuple(each for each in ROWS[1:] if least <= each <= together)
+    return (ROWS[0], *more) if work.loaded else ROWS[:1]
 
 
 def _sparse(deployment: Deployment, technique: Technique | None) -> Deployment:
