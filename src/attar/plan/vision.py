@@ -38,7 +38,7 @@ from attar.plan.rates.profile import MachineProfile
 from attar.plan.rates.step_time import Evidence, product_seconds
 
 UNMEASURED = 1.0  # relative error of parts that no rate is measured for: half to double
-FEATURE = 4  # bytes of a number of a feature row: rows of a decoder on CPUs are float32
+FEATURE = 4  # bytes of an element of a feature row, which is float32 on CPUs
 AMX = "amx"  # level of instructions of a profile whose processor multiplies bfloat16 by AMX
 SIZE = (768, 1024)  # height and width of an image, where none is given
 
@@ -99,7 +99,7 @@ class TowerWeights:
         """Return the bytes of the weights once they are loaded."""
         if self.on_amx(amx):
             return 2 * self._held()
-        matrices = {(each.part, each.name): each for each in products(self.config, _any(self.config))}
+        matrices = {(each.part, each.name): each for each in products(self.config, _one_tile(self.config))}
         total = 4 * self._held(matrices)
         for (part, name), each in matrices.items():
             stored = self.of(part, name)
@@ -111,13 +111,14 @@ class TowerWeights:
         return total
 
     def _held(self, but: Collection[tuple[str, str]] = ()) -> int:
-        """Return how many numbers all tensors but some have. The class row is added to its position on loading."""
+        """Return the number of elements of all tensors that are not in `but`, without the class row: loading
+        adds it to its position."""
         found = sum(math.prod(shape) for part, name, shape in tensors(self.config) if (part, name) not in but)
         return found - self.config.hidden * self.config.class_token
 
 
-def _any(config: VisionConfig) -> Tiles:
-    """Return tiles that a tower takes, for shapes of weights."""
+def _one_tile(config: VisionConfig) -> Tiles:
+    """Return one tile of the smallest size that a tower takes. The shapes of weights do not depend on the size."""
     side = config.image_size or config.unit
     return Tiles((1, side, side), (1, 1), (side, side))
 

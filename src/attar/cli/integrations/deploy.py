@@ -108,7 +108,8 @@ def _arguments(config: DeployConfig, size: Size) -> tuple[Arguments, dict[str, A
 
     name = name_of(config.model) if config.name is None else check_name(config.name)
     keys, origins = config.security()
-    path = Path(os.path.abspath(hub.resolve(config.model)))  # of a link: a blob of the Hub's cache has no ending
+    # Links of the Hub's cache are kept: the names of what they lead to do not end in .gguf.
+    path = Path(os.path.abspath(hub.resolve(config.model)))
     settings, reserved = placed(config.engine(path, name, {"device": config.device or "cpu"}), size)
     adapters = tuple((each, os.path.abspath(folder)) for each, folder in settings.adapters)
     settings = replace(settings, adapters=adapters, draft=_absolute(settings.draft, settings.draft_model))
