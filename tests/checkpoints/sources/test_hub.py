@@ -283,6 +283,20 @@ def test_nothing_heavy_is_imported_for_a_folder(tmp_path: Path) -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.parametrize("name", ["org/name", "org/name/x.gguf"])
+def test_a_fresh_process_asks_the_hub(name: str, tmp_path: Path) -> None:
+    """No test before has imported a part of huggingface_hub there, which the package loads as it is asked for."""
+    script = (
+        "import sys; from attar.checkpoints.sources import hub\n"
+        "try: hub.resolve(sys.argv[1])\n"
+        "except hub.CheckpointError as error: print(error.code)"
+    )
+    source = str(Path(hub.__file__).parents[3])
+    settings = {"PYTHONPATH": source, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script, name], env=settings, capture_output=True, text=True)
+    assert done.stdout.strip() == "file_not_found", done.stderr
+
+
 def test_a_source_of_drafts_is_a_drafter_or_a_model(tmp_path: Path) -> None:
     assert hub.resolve_draft(None) is None
     assert hub.resolve_draft("suffix") == "suffix"

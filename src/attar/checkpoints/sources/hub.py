@@ -193,9 +193,9 @@ def lacks_tower(remote: HubName, found: Path) -> bool | None:
 
 def _is_off(offline: bool | None) -> bool:
     """Return whether downloads are off, by the argument of `resolve` or by HF_HUB_OFFLINE."""
-    import huggingface_hub
+    from huggingface_hub import constants  # a module that the package itself does not import
 
-    return bool(offline or huggingface_hub.constants.HF_HUB_OFFLINE)
+    return bool(offline or constants.HF_HUB_OFFLINE)
 
 
 def _download_file(remote: HubName, file: str, offline: bool, hint: str, alone: bool) -> Path:
