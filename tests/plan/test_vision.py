@@ -165,7 +165,7 @@ def test_products_are_as_many_at_once_as_the_tower_computes() -> None:
     linear = next(each for each in products(stored.config, Tiles((1, 64, 64), (16, 16), (64, 64))))
     curve = replace(PROFILE.products["bf16"], rows=(1, 1024), seconds=(3.0, 3.0))
     profile = replace(PROFILE, products={"bf16": curve})
-    for rows, reads in ((1, 1), (TILE, 1), (TILE + 1, 2), (2 * TILE, 2)):
+    for rows, reads in ((1, 1), (TILE, 1), (TILE + TILE // 2, 2), (2 * TILE, 2)):
         seconds, _ = vision._product(stored, replace(linear, rows=rows), profile)
         assert seconds == pytest.approx(3.0 * reads * linear.outputs * linear.columns, rel=NEAR)
 

@@ -115,11 +115,12 @@ static void add_columns(const float* x, std::int64_t stride, const float* weight
         for (int b = 0; b < BLOCKS; ++b) store(acc + r * 64 + b * LANES, total[r][b]);
 }
 
-// The same for all rows: parts of ROWS, and what is left in one part.
+// The same for all rows: parts of ROWS, and what is left in one part. The last 7 or 8 are two parts of 3 or 4: fewer rows
+// have too few chains of additions to fill the multipliers.
 template <int ROWS, int BLOCKS>
 static void add_to_rows(const float* x, std::int64_t stride, const float* weights, std::int64_t apart, std::int64_t count,
                         std::int64_t rows, float* acc) {
-    for (; rows >= ROWS; rows -= ROWS, x += ROWS * stride, acc += ROWS * 64)
+    for (; rows >= ROWS && !(ROWS > 4 && (rows == 7 || rows == 8)); rows -= ROWS, x += ROWS * stride, acc += ROWS * 64)
         add_columns<ROWS, BLOCKS>(x, stride, weights, apart, count, acc);
     if constexpr (ROWS > 1)
         if (rows > 0) add_to_rows<ROWS - 1, BLOCKS>(x, stride, weights, apart, count, rows, acc);
@@ -133,6 +134,7 @@ static void float_panel(const Factor& factor, const float* x, std::int64_t strid
     constexpr std::int64_t AT_ONCE = BLOCKS == 1 ? 256 : 128;  // columns whose weights, of BLOCKS, fit the first cache
     const Matrix& m = *factor.matrix;
     const bool grouped = m.scales != nullptr;
+    const bool in_place = BLOCKS == 1 && m.number == Number::float32 && !m.places;  // nothing is to be converted
     const std::int64_t blocks = std::min<std::int64_t>(4, m.blocks() - first), bytes = rows * 64 * 4;
     const std::int64_t computed = (blocks + BLOCKS - 1) / BLOCKS * BLOCKS;  // the last one more than once
     auto* acc = reinterpret_cast<float*>(scratch.at(0, bytes));
@@ -143,10 +145,12 @@ static void float_panel(const Factor& factor, const float* x, std::int64_t strid
     for (std::int64_t k = 0; k < m.padded;) {
         const std::int64_t end = (k / m.group + 1) * m.group, count = std::min(AT_ONCE, end - k), apart = count * LANES;
         const std::int64_t real = std::min(count, m.columns - k);  // x has no padding
-        for (std::int64_t b = 0; b < computed; ++b)
+        for (std::int64_t b = 0; b < computed && !in_place; ++b)
             as_floats(m, first + std::min(b, blocks - 1), k, count, weights + b * apart);
-        for (std::int64_t b = 0; b < computed && real > 0; b += BLOCKS)
-            add_to_rows<ROWS, BLOCKS>(x + row * stride + k, stride, weights + b * apart, apart, real, rows, acc + b * LANES);
+        for (std::int64_t b = 0; b < computed && real > 0; b += BLOCKS) {
+            const float* from = in_place ? reinterpret_cast<const float*>(m.block(first + b)) + k * LANES : weights + b * apart;
+            add_to_rows<ROWS, BLOCKS>(x + row * stride + k, stride, from, apart, real, rows, acc + b * LANES);
+        }
         k += count;
         if (grouped && k == end)
             for (std::int64_t b = 0; b < blocks; ++b) {

@@ -6,15 +6,16 @@ is then held in bfloat16.
 
     time of an image = products + attention + overhead
 
-The kernels multiply by the weights of a tower as by those of a decoder, `TILE` rows at a time, so the profile's curves
-hold. On AMX products count by the rate of those in bfloat16, which a profile has where it was measured on such a
-processor. Attention counts by its multiply-adds at the rate of products, and norms and activations as those of a
-decoder's rows. Neither was measured of towers, so both may be half or double in the range. Torch-free.
+The kernels multiply by the weights of a tower as by those of a decoder, about `tiles.TILE` rows at a time, so the
+profile's curves hold. On AMX products count by the rate of those in bfloat16, which a profile has where it was measured
+on such a processor. Attention counts by its multiply-adds at the rate of products, and norms and activations as those
+of a decoder's rows. Neither was measured of towers, so both may be half or double in the range. Torch-free.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -25,12 +26,12 @@ from attar.images.settings import ImageSettings
 from attar.model.vision.config import VisionConfig
 from attar.model.vision.tensors import linears, tensors
 from attar.model.vision.tiles import (
-    TILE,
     Product,
     Tiles,
     attention_multiply_adds,
     products,
     rows_of,
+    slices,
     tower_rows,
 )
 from attar.plan import costs
@@ -229,8 +230,7 @@ def _product(weights: TowerWeights, product: Product, profile: MachineProfile) -
     size = product.outputs * product.columns
     read = costs.read_bytes(product.outputs, product.columns, scheme, dtype) / size
     total = error = 0.0
-    for rows, times in ((TILE, product.rows // TILE), (product.rows % TILE, 1)):
-        if rows and times:
-            each, spread = product_seconds(profile, scheme, read, rows)
-            total, error = total + times * size * each, error + times * size * each * spread
+    for rows, times in Counter(each.stop - each.start for each in slices(product.rows)).items():
+        each, spread = product_seconds(profile, scheme, read, rows)
+        total, error = total + times * size * each, error + times * size * each * spread
     return total, error

@@ -9,7 +9,7 @@ from typing import Literal
 from attar.errors import UserError
 
 Policy = Literal["none", "static", "dynamic", "continuous"]
-TOWER_SHARE = 0.33  # of a step's time, for the vision tower before the next one
+TOWER_SHARE = 0.29  # of a step's time, for the vision tower before the next one
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attar.model.vision.model import VisionModel
-from attar.model.vision.tiles import TILE
+from attar.model.vision.tiles import TILE, slices
 from attar.model.vision.tower import parts
 from tests.errors import user_error
 from tests.model.vision import seen, tiny
@@ -104,10 +104,20 @@ def test_a_unit_is_one_product_of_a_tile_or_some_heads_at_most(kind: str) -> Non
     vision, picture = seen.vision(kind), seen.pictures(kind)[-1]
     config, (count, high, wide) = vision.config, picture.shape
     patches = (high // config.patch) * (wide // config.patch)
-    tiles = -(-patches // TILE)
+    tiles = len(slices(patches))
     attention = len(list(parts(config.heads, patches)))
     units = count * (tiles + len(vision.tower.layers) * (4 * tiles + attention)) + picture.rows // TILE
     assert seen.finished(vision.units(picture))[1] >= units
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 127, 128, 191, 192, 577, 729, 1024, 5000])
+def test_slices_are_every_row_once_and_even(length: int) -> None:
+    found = slices(length)
+    assert [row for each in found for row in range(length)[each]] == list(range(length))
+    sizes = {each.stop - each.start for each in found}
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) <= 1.5 * TILE
+    assert len(found) == 1 or min(sizes) >= 0.75 * TILE
 
 
 @pytest.mark.parametrize(("heads", "length"), [(1, 1), (2, 16), (3, 700), (12, 1024), (16, 64), (16, 5000)])

@@ -18,7 +18,8 @@ from attar.images.geometry import margins
 from attar.kernels import ops
 from attar.kernels.operands import Linear, Norm
 from attar.model.vision.config import VisionConfig
-from attar.model.vision.tower import normed, tiles
+from attar.model.vision.tiles import slices
+from attar.model.vision.tower import normed
 
 
 @dataclass(eq=False)
@@ -42,12 +43,12 @@ class Projector:
             side, lacking = config.rows_side, -config.side % config.factor
             grid = F.pad(x.view(config.side, config.side, -1), (0, 0, 0, lacking, 0, lacking))
             blocks = grid.view(side, config.factor, side, config.factor, -1).transpose(1, 2).reshape(side * side, -1)
-            for rows in tiles(len(blocks)):
+            for rows in slices(len(blocks)):
                 blocks[rows] = normed(blocks[rows], self.norm)
             return blocks
         if config.connector == "merge":  # the norm is of single patches
             assert self.norm is not None
-            for rows in tiles(len(x)):
+            for rows in slices(len(x)):
                 x[rows] = normed(x[rows], self.norm)
             return x.view(len(x) // config.factor**2, -1)
         if config.connector == "pool":
@@ -61,7 +62,7 @@ class Projector:
         """Yield after each unit of work; return the rows [M, out] of hidden states [N, I]."""
         rows = self.merged(x)
         out = rows.new_empty((len(rows), self.config.out))
-        for part in tiles(len(rows)):
+        for part in slices(len(rows)):
             own = rows[part]
             for number, linear in enumerate(self.linears):
                 if number:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from attar.errors import UserError
 from attar.images.geometry import unpadded_rows
 from attar.model.vision.config import VisionConfig
 from attar.model.vision.tensors import tensors
 
-TILE = 128  # rows that a tower computes at once: each time it reads a layer's weights
+TILE = 128  # rows that a tower computes at once, about: each time it reads a layer's weights
+
+
+def slices(length: int) -> list[slice]:
+    """Return the slices of `length` rows that are computed together, about `TILE` rows each.
+
+    They have equal lengths, or lengths that differ by one: a small rest would read all weights for little work.
+    """
+    count = max(1, (length + TILE // 2) // TILE)
+    bounds = [length * each // count for each in range(count + 1)]
+    return [slice(start, end) for start, end in pairwise(bounds)]
 
 
 @dataclass(frozen=True, slots=True)

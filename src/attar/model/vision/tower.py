@@ -1,6 +1,6 @@
 """The one vision transformer: patches in, rows of hidden states out, in small fixed pieces.
 
-Work goes forward in tiles of `TILE` rows. A generator yields after each projection of a tile to queries, keys and
+Work goes forward in tiles of about `TILE` rows. A generator yields after each projection of a tile to queries, keys and
 values, after the attention of some heads, and after each product of a tile behind that. These are always the same calls
 of the same kernels on the same rows, so a row's bits do not depend on when the generator is resumed. A layer's keys and
 values are complete before its queries read them.
@@ -22,7 +22,7 @@ from attar.kernels import ops
 from attar.kernels.operands import Linear, Norm
 from attar.model.vision.config import VisionConfig
 from attar.model.vision.patches import Patches
-from attar.model.vision.tiles import TILE
+from attar.model.vision.tiles import TILE, slices
 
 
 @dataclass(eq=False)
@@ -54,12 +54,6 @@ class Segments:
         return pairwise(accumulate(self.lengths, initial=0))
 
 
-def tiles(length: int) -> Iterator[slice]:
-    """Yield the slices of `length` rows that are computed together."""
-    for start in range(0, length, TILE):
-        yield slice(start, min(start + TILE, length))
-
-
 def parts(heads: int, length: int) -> Iterator[tuple[slice, slice]]:
     """Yield the heads and the queries of a segment whose attention is computed together.
 
@@ -80,7 +74,7 @@ def layer_work(layer: VisionLayer, config: VisionConfig, x: Tensor, segments: Se
     """Replace rows x [N, I] by the layer's output, tile by tile."""
     heads, size = config.heads, config.head_dim
     q, k, v = (x.new_empty((heads, len(x), size)) for _ in range(3))
-    for rows in tiles(len(x)):
+    for rows in slices(len(x)):
         own = ops.linear(normed(x[rows], layer.attention_norm), layer.qkv).view(-1, 3 * heads, size)
         queries, keys, values = own.split(heads, 1)
         if segments.rotation is not None:
@@ -99,7 +93,7 @@ def layer_work(layer: VisionLayer, config: VisionConfig, x: Tensor, segments: Se
             mixed[at, some] = found[0].transpose(0, 1)
             yield
     mixed = mixed.view(len(x), -1)
-    for rows in tiles(len(x)):
+    for rows in slices(len(x)):
         own = x[rows] + ops.linear(mixed[rows], (layer.output,))
         yield
         wide = ops.linear(normed(own, layer.feed_forward_norm), layer.up)
@@ -129,18 +123,18 @@ class Tower:
         x = torch.empty((first + len(patches), config.hidden), dtype=patches.values.dtype)
         if self.class_row is not None:
             x[0] = self.class_row
-        for rows in tiles(len(patches)):
+        for rows in slices(len(patches)):
             own = ops.linear(patches.rows(rows), (self.patch,))
             x[first + rows.start : first + rows.stop] = own if self.positions is None else own + self.positions[rows]
             yield
         if self.pre_norm is not None:
-            for rows in tiles(len(x)):
+            for rows in slices(len(x)):
                 x[rows] = normed(x[rows], self.pre_norm)
         for number, layer in enumerate(self.layers):
             full = windowed is None or number in config.full_layers
             yield from layer_work(layer, config, x, segments if full or windowed is None else windowed)
         x = x[first:]
         if self.post_norm is not None:
-            for rows in tiles(len(x)):
+            for rows in slices(len(x)):
                 x[rows] = normed(x[rows], self.post_norm)
         return x
