@@ -37,6 +37,11 @@ def test_a_block_becomes_any_other(scheme: KvScheme) -> None:
             assert torch.equal(a[3].view(torch.uint8), b[1].view(torch.uint8))
             others = [0, 2, 3]
             assert torch.equal(b[others].view(torch.uint8), was[others].view(torch.uint8)), "another block changed"
+    assert b"".join(ours.views(3)) == data
+    for view in theirs.views(2):
+        view[:] = bytes(len(view))
+    assert b"".join(theirs.views(2)) == bytes(len(data))
+    assert b"".join(theirs.views(1)) == data
 
 
 def test_other_sizes_are_refused_before_anything_is_written() -> None:

@@ -76,8 +76,7 @@ def listening(known: Credentials) -> Iterator[tuple[PrefillListener, Address]]:
             what.reply.put(LentBlocks([0, 1, 2], None))
 
     address = Address(None, "127.0.0.1", free_port())
-    made = PrefillListener(address, ORIGIN, lambda block, out: out.__setitem__(slice(None), bytes([block]) * 512), tell,
-                           known)  # fmt: skip
+    made = PrefillListener(address, ORIGIN, lambda block: [memoryview(bytes([block]) * 256)] * 2, tell, known)
     try:
         yield made, address
     finally:
@@ -87,10 +86,10 @@ def listening(known: Credentials) -> Iterator[tuple[PrefillListener, Address]]:
 def pulled(address: Address, known: Credentials) -> int:
     """How many blocks come; each is right."""
     puller = Puller(address, ORIGIN, known)
-    found = dict[int, bytes]()
-    count = puller.pull(ASK, TOKENS, lambda at, data: found.__setitem__(at, bytes(data)), lambda: True)
+    found = [bytearray(512) for _ in range(3)]
+    count = puller.pull(ASK, TOKENS, lambda at: [memoryview(found[at])], lambda: True)
     puller.close()
-    assert found == {at: bytes([at]) * 512 for at in range(count)}
+    assert found[:count] == [bytes([at]) * 512 for at in range(count)]
     assert count or puller.pulled.refused + puller.pulled.failed == 1
     return count
 

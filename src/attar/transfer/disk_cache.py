@@ -21,7 +21,6 @@ import os
 import re
 import threading
 import time
-import zlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -140,7 +139,7 @@ class DiskCache:
         if not self.writable or self.missing(names[: at + 1]) != [at]:
             return False  # it is there, or is of no use without those before it
         before = names[at - 1] if at else b""
-        header = BlockHeader.of(self.origin, self.names.salt(salt), before, tokens, zlib.crc32(data))
+        header = BlockHeader.of(self.origin, self.names.salt(salt), before, tokens)
         try:
             told = header.encode()
         except FrameTooLong:

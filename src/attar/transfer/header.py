@@ -17,7 +17,7 @@ import msgspec
 
 from attar.protocol.framing import FrameTooLong
 
-PROTOCOL = 2  # version of headers, files and messages: to be raised with any change of them
+PROTOCOL = 3  # version of headers, files and messages: to be raised with any change of them
 MAX_HEADER = 64 << 10  # bytes; that of a block of 64 tokens has some 500
 NAME = 32  # bytes of a block's name
 _ITEM = array("i").itemsize
@@ -49,7 +49,7 @@ class Origin(msgspec.Struct, frozen=True):
 class BlockHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What precedes a block's bytes. `before` is the name of the block before it, empty for a prompt's first.
 
-    `salt` is a digest of the salt, and `checksum` the CRC-32 of the bytes.
+    `salt` is a digest of the salt.
     """
 
     protocol: int
@@ -60,18 +60,15 @@ class BlockHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     before: bytes
     tokens: tuple[int, ...]
     size: int
-    checksum: int
 
     @classmethod
-    def of(cls, origin: Origin, salt: bytes, before: bytes, tokens: Sequence[int], checksum: int) -> Self:
+    def of(cls, origin: Origin, salt: bytes, before: bytes, tokens: Sequence[int]) -> Self:
         """Make the header of a block."""
-        return cls(
-            PROTOCOL, origin.model, origin.settings, origin.layout, salt, before, tuple(tokens), origin.size, checksum
-        )
+        return cls(PROTOCOL, origin.model, origin.settings, origin.layout, salt, before, tuple(tokens), origin.size)
 
     def check(self, origin: Origin, salt: bytes, before: bytes, tokens: Sequence[int]) -> None:
-        """Raise BlockMismatch where this is not the header of the block that is wanted; any checksum will do."""
-        wanted = self.of(origin, salt, before, tokens, self.checksum)
+        """Raise BlockMismatch where this is not the header of the block that is wanted."""
+        wanted = self.of(origin, salt, before, tokens)
         for name in self.__struct_fields__:
             if getattr(self, name) != getattr(wanted, name):
                 raise BlockMismatch(f"another {name}")

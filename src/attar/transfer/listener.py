@@ -16,14 +16,12 @@ import socket
 import ssl
 import threading
 import time
-import zlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from attar.errors import UserError
-from attar.protocol.framing import frame
 from attar.transfer.credentials import Credentials
 from attar.transfer.header import BlockHeader, BlockMismatch, Names, Origin
 from attar.transfer.wire import (
@@ -42,6 +40,7 @@ from attar.transfer.wire import (
 
 MAX_CONNECTIONS = 16
 GREETING_SECONDS = 2.0
+CLOSE_SECONDS = 1.0  # for a thread to end: one that frees memory while the program ends aborts it
 KEEPALIVE_SECONDS = 60  # without a byte, after which TCP asks whether the other host is still there
 LEASE_SECONDS = 30.0  # that blocks are held for one answer, at most
 MAX_SECONDS = 600.0  # of computing one prompt, at most
@@ -106,29 +105,31 @@ class Sent:
 
 
 class PrefillListener:
-    """A socket at `address` whose peers pull blocks of `origin`. `read` copies a block, and `tell` leaves news for the
-    engine's thread. Peers that are `replicas` of the engine may ask for what it has cached, whoever's that is, and not
-    for more.
+    """A socket at `address` whose peers pull blocks of `origin`. `views` gives a block's memory, and `tell` leaves news
+    for the engine's thread. Peers that are `replicas` of the engine may ask for what it has cached, whoever's that is,
+    and not for more.
 
     Raises UserError as `Address.check` and where another process listens there, and OSError.
     """
 
     def __init__(
-        self, address: Address, origin: Origin, read: Callable[[int, bytearray], None], tell: Callable[[Any], None],
+        self, address: Address, origin: Origin, views: Callable[[int], list[memoryview]], tell: Callable[[Any], None],
         credentials: Credentials | None = None, replicas: bool = False,
     ) -> None:  # fmt: skip
         address.check(credentials)
         self._replicas = replicas
         self._address, self._credentials = address, credentials
-        self._origin, self._read, self._tell = origin, read, tell
+        self._origin, self._views, self._tell = origin, views, tell
         self.sent = Sent()
         self._connections: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []  # of connections; one may end a moment after its connection
         self._closed = False
         self._listener = _listen(address)
-        threading.Thread(target=self._accept, name="prefill-peers", daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, name="prefill-peers", daemon=True)
+        self._accepting.start()
 
     def close(self) -> None:
-        """Accept no more, and break off what is under way."""
+        """Accept no more, break off what is under way, and wait a moment for the threads that read blocks."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -138,6 +139,8 @@ class PrefillListener:
                 each.shutdown(socket.SHUT_RDWR)
         if self._address.path is not None:
             self._address.path.unlink(missing_ok=True)
+        for thread in (self._accepting, *self._threads):
+            thread.join(CLOSE_SECONDS)
 
     def _accept(self) -> None:
         while not self._closed:
@@ -152,7 +155,10 @@ class PrefillListener:
                 connected.close()
                 continue
             self._connections.add(connected)
-            threading.Thread(target=self._serve, args=(connected,), name="prefill-peer", daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(connected,), name="prefill-peer", daemon=True)
+            self._threads = [each for each in self._threads if each.is_alive()]
+            thread.start()
+            self._threads.append(thread)
 
     def _serve(self, connected: socket.socket) -> None:
         wire: Wire | None = None
@@ -160,9 +166,8 @@ class PrefillListener:
             until = time.monotonic() + GREETING_SECONDS
             wire = self._known(connected, until)
             greet(wire, self._origin, until)
-            buffer = bytearray(self._origin.size)
             while True:
-                self._answer(wire, wire.receive(math.inf), buffer)
+                self._answer(wire, wire.receive(math.inf))
         except BlockMismatch as error:
             logger.warning("a peer is refused: %s", error)
             self.sent.refused += 1
@@ -197,7 +202,7 @@ class PrefillListener:
             raise
         return wire
 
-    def _answer(self, wire: Wire, ask: object, buffer: bytearray) -> None:
+    def _answer(self, wire: Wire, ask: object) -> None:
         """Have a prompt computed, or looked up, and send its blocks."""
         if isinstance(ask, Hottest) and self._replicas:
             self._tell_hottest(wire, ask)
@@ -216,7 +221,7 @@ class PrefillListener:
             until = time.monotonic() + LEASE_SECONDS
             wire.send(Blocks(count, "" if count else "busy"), until)
             if lent is not None and count:
-                self._send(wire, asked, lent, buffer, until)
+                self._send(wire, asked, lent, until)
         except (OSError, Gone):
             self.sent.failed += 1
             raise
@@ -251,19 +256,15 @@ class PrefillListener:
             if self._closed or wire.lost() or time.monotonic() > until:
                 raise Gone("nobody waits for the answer")
 
-    def _send(self, wire: Wire, asked: PrefillAsked, lent: LentBlocks, buffer: bytearray, until: float) -> None:
+    def _send(self, wire: Wire, asked: PrefillAsked, lent: LentBlocks, until: float) -> None:
         names, size = Names(b"", self._origin), self._origin.tokens
         chain, salt = names.chain(asked.ask.block_salt, asked.tokens, size), names.salt(asked.ask.block_salt)
         for at in range(asked.ask.first, len(lent.blocks)):
-            self._read(lent.blocks[at], buffer)
             tokens = asked.tokens[at * size : (at + 1) * size]
-            header = BlockHeader.of(
-                self._origin, salt, chain[at - 1] if at else b"", tokens, zlib.crc32(buffer)
-            )  # fmt: skip
-            wire.send_bytes(frame(header.encode()), until)
-            wire.send_bytes(buffer, until)
+            header = BlockHeader.of(self._origin, salt, chain[at - 1] if at else b"", tokens)
+            wire.send_block(header.encode(), self._views(lent.blocks[at]), until)
             self.sent.blocks += 1
-            self.sent.bytes += len(buffer)
+            self.sent.bytes += self._origin.size
 
 
 def _listen(address: Address) -> socket.socket:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,7 +52,6 @@ class Puller:
         self.pulled = Pulled()
         self._wire: Wire | None = None
         self._paused = 0.0
-        self._buffer = bytearray(origin.size)
 
     @property
     def usable(self) -> bool:
@@ -61,12 +59,12 @@ class Puller:
         return time.monotonic() >= self._paused
 
     def pull(
-        self, ask: Prefill, tokens: array[int], write: Callable[[int, bytearray], None], wanted: Callable[[], bool]
+        self, ask: Prefill, tokens: array[int], views: Callable[[int], list[memoryview]], wanted: Callable[[], bool]
     ) -> int:
-        """Ask for blocks, and pass each to `write` with its place in the prompt; return how many came, whole and in
-        order.
+        """Ask for blocks, and fill the memory that `views` gives for each place in the prompt; return how many came,
+        whole and in order. One more may have been written to, whose bytes mean nothing.
 
-        `tokens` are those of the question. Once `wanted` is false, or anything is in doubt, no more are passed on.
+        `tokens` are those of the question. Once `wanted` is false, or anything is in doubt, no more are received.
         """
         count, size = 0, self._origin.tokens
         with self._doubting(wanted):
@@ -83,13 +81,10 @@ class Puller:
                 header = BlockHeader.decode(bytes(wire.receive_frame(MAX_HEADER, until)))
                 own = tokens[at * size : (at + 1) * size]
                 header.check(self._origin, salt, chain[at - 1] if at else b"", own)
-                wire.receive_into(self._buffer, until)
-                if zlib.crc32(self._buffer) != header.checksum:
-                    raise BlockMismatch("another checksum")
-                write(at, self._buffer)
+                wire.receive_block(views(at), until)
                 count += 1
                 self.pulled.blocks += 1
-                self.pulled.bytes += len(self._buffer)
+                self.pulled.bytes += self._origin.size
         return count
 
     def hottest(self, blocks: int, seconds: float, wanted: Callable[[], bool]) -> list[tuple[bytes, array[int]]]:

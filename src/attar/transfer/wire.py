@@ -1,7 +1,8 @@
 """The connection between a decode engine and a prefill engine: messages, and blocks as raw bytes.
 
 One side asks for the finished blocks of a prompt and pulls them; nothing is ever pushed into its memory. A message is a
-frame (`framing.py`) of msgpack. A block is the frame of its header, then its bytes. Sizes are compared with what was
+frame (`framing.py`) of msgpack. A block is the frame of its header, its bytes, and XXH3 of these, which finds errors
+of a link or of memory and proves nothing. Bytes go from one cache into the other. Sizes are compared with what was
 agreed on in the greeting before anything is allocated or read. Both sides greet first. Unequal greetings end the
 connection, with both values named.
 
@@ -18,11 +19,12 @@ import socket
 import ssl
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import xxhash
 
 from attar.errors import UserError
 from attar.protocol import framing
@@ -32,8 +34,11 @@ from attar.transfer.header import PROTOCOL, BlockMismatch, Origin
 
 MAX_MESSAGE = 16 << 20  # bytes; a prompt of a million tokens has four
 LOOK_SECONDS = 0.1  # between two looks at whether an answer is still wanted
+LOOKS = 100  # at a socket before a thread sleeps, a microsecond each
 DECODE, PREFILL = "decode", "prefill"  # roles, as proofs name them
 HOST = re.compile(r"[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]")
+MAX_PARTS, TOGETHER = 512, 256 << 10  # parts of one call of the system, which takes 1,024, and bytes, about
+CHECKSUM = 8  # bytes
 MAX_FIRST = 64 << 10  # bytes of a message before the other side is known
 UNIX, TLS = "unix:", "tls://"
 WAITS = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -118,7 +123,7 @@ class Wire:
     the clock `time.monotonic`. Every call raises Gone, or OSError, where the other side fails."""
 
     def __init__(self, connected: socket.socket, wanted: Callable[[], bool] = lambda: True) -> None:
-        connected.setblocking(False)
+        connected.setblocking(False)  # faster than a timeout, with which Python waits before each call
         self._socket, self.wanted = connected, wanted
 
     def close(self) -> None:
@@ -158,7 +163,7 @@ class Wire:
         self.receive_into(body, until)
         return body
 
-    def receive_into(self, out: bytearray, until: float) -> None:
+    def receive_into(self, out: bytearray | memoryview, until: float) -> None:
         """Fill `out`."""
         view = memoryview(out)
         while len(view):
@@ -171,21 +176,78 @@ class Wire:
                 raise Gone("the other side has gone")
             view = view[got:]
 
+    def send_block(self, header: bytes, parts: list[memoryview], until: float) -> None:
+        """Send a block: its header, its parts, and a checksum of the parts."""
+        checksum = xxhash.xxh3_64()
+        for part in parts:
+            checksum.update(part)
+        self._move([memoryview(frame(header)), *parts, memoryview(checksum.digest())], until, sends=True)
+
+    def receive_block(self, parts: list[memoryview], until: float) -> None:
+        """Fill the parts of a block, whose header was received. Raises BlockMismatch where the checksum behind them is
+        another."""
+        sent, checksum = bytearray(CHECKSUM), xxhash.xxh3_64()
+        self._move([*parts, memoryview(sent)], until, sends=False)
+        for part in parts:
+            checksum.update(part)
+        if checksum.digest() != sent:
+            raise BlockMismatch("another checksum")
+
+    def _move(self, parts: list[memoryview], until: float, sends: bool) -> None:
+        """Send or fill parts: many with one call of the system, where there is no TLS."""
+        if isinstance(self._socket, ssl.SSLSocket):
+            for part in parts:
+                (self.send_bytes if sends else self.receive_into)(part, until)
+            return
+        for some in _together(parts):
+            while some:
+                try:
+                    done = self._socket.sendmsg(some) if sends else self._socket.recvmsg_into(some)[0]
+                except BlockingIOError:
+                    self._wait(until, writing=sends)
+                    continue
+                if not done:
+                    raise Gone("the other side has gone")
+                at = 0
+                while at < len(some) and done >= len(some[at]):
+                    done, at = done - len(some[at]), at + 1
+                del some[:at]
+                if done:
+                    some[0] = some[0][done:]
+
     def lost(self) -> bool:
         """Return whether the other side has closed the connection, or speaks out of turn."""
         return bool(select.select([self._socket], [], [], 0)[0])
 
     def _wait(self, until: float, writing: bool = False) -> None:
+        """Wait until the socket can be read or written, awake for a moment: while blocks flow, both sides wait for each
+        other after every few hundred KB, for less time than a sleeping thread needs to wake."""
         own = [self._socket]
+        read, write = (own, ()) if not writing else ((), own)
+        for _ in range(LOOKS):
+            if any(select.select(read, write, (), 0)):
+                return
         while True:
             left = until - time.monotonic()
             if left <= 0:
                 raise Gone("the other side is too slow")
             if not self.wanted():
                 raise Gone("the blocks are not wanted any more")
-            ready = select.select(own if not writing else (), own if writing else (), (), min(left, LOOK_SECONDS))
-            if ready[0] or ready[1]:
+            if any(select.select(read, write, (), min(left, LOOK_SECONDS))):
                 return
+
+
+def _together(parts: list[memoryview]) -> Iterator[list[memoryview]]:
+    """Yield the parts of a block, as many at a time as fill a socket's buffer: each call names all that are left."""
+    some, size = list[memoryview](), 0
+    for part in parts:
+        some.append(part)
+        size += len(part)
+        if size >= TOGETHER or len(some) == MAX_PARTS:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
 
 
 class Address(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import socket
 import time
-import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import xxhash
 
 from attar.engine.blocks import handover
 from attar.engine.blocks.moves import PeerBlocks
@@ -236,9 +236,8 @@ class Source(Fake):
             data = bytearray(origin.size)
             self.real.moves._bytes.read(blocks[at], data)
             own = tokens[at * BLOCK : (at + 1) * BLOCK]
-            header = BlockHeader.of(
-                origin, names.salt(ask.block_salt), chain[at - 1] if at else b"", own, zlib.crc32(data)
-            )
+            header = BlockHeader.of(origin, names.salt(ask.block_salt), chain[at - 1] if at else b"", own)
+            checksum = xxhash.xxh3_64_digest(data)
             bad = at == 1  # the second one
             if bad and fault == "a flipped byte":
                 data[len(data) // 2] ^= 1
@@ -254,6 +253,7 @@ class Source(Fake):
             wire.send_bytes(data[:100] if bad and fault == "dies within a block" else data, until)
             if bad and fault == "dies within a block":
                 raise OSError
+            wire.send_bytes(checksum, until)
 
 
 FAULTS = {  # with the blocks that are verified before

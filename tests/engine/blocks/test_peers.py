@@ -12,7 +12,6 @@ import select
 import socket
 import threading
 import time
-import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import xxhash
 
 from attar.engine.blocks import moves
 from attar.engine.blocks.moves import PeerBlocks
@@ -262,9 +262,10 @@ class Fake:
             before = chain[at - 1] if at else b""
             if bad and fault == "another place":
                 before = chain[1]
-            header = BlockHeader.of(origin, salt, before, own, zlib.crc32(data))
+            header = BlockHeader.of(origin, salt, before, own)
+            checksum = xxhash.xxh3_64_digest(data)
             if bad and fault == "a block twice":
-                header = BlockHeader.of(origin, salt, b"", tokens[:size], zlib.crc32(data))
+                header = BlockHeader.of(origin, salt, b"", tokens[:size])
             if bad and fault == "another size in the header":
                 header = msgspec.structs.replace(header, size=origin.size - 64)
             if bad and fault == "a flipped byte":
@@ -277,7 +278,8 @@ class Fake:
                 self.gate.wait(30)
                 return
             wire.send_bytes(frame(header.encode()), until)
-            wire.send_bytes(data[:100] if bad and fault == "a truncated block" else data, until)
+            truncated = bad and fault == "a truncated block"
+            wire.send_bytes(data[:100] if truncated else data + checksum, until)
         if fault == "a byte too many":
             wire.send_bytes(b"x", until)
 

@@ -140,14 +140,8 @@ def fill(
     """Fill a fetch's blocks from a peer as long as they are `wanted`. `done` is called in any case, with the number of
     blocks that are whole."""
     count = 0
-
-    def write(at: int, data: bytearray) -> None:
-        nonlocal count
-        blocks.write(fetch.blocks[at], data)
-        count += 1
-
     try:
         if wanted():
-            puller.pull(ask, fetch.tokens, write, wanted)
+            count = puller.pull(ask, fetch.tokens, lambda at: blocks.views(fetch.blocks[at]), wanted)
     finally:
         done(count)

@@ -143,8 +143,8 @@ class BlockMoves:
         if peer is not None:
             origin, tell = Origin(peer.model, peer.settings, layout, self._size, size), self.worker.tell
             if peer.serves:
-                read, replicas = self._bytes.read, peer.replicas
-                self.listener = PrefillListener(peer.address, origin, read, tell, peer.credentials, replicas)
+                views, replicas = self._bytes.views, peer.replicas
+                self.listener = PrefillListener(peer.address, origin, views, tell, peer.credentials, replicas)
                 if replicas:
                     self.handover = Handover(scheduler, self._bytes, origin, self.pulls, tell)
             else:
