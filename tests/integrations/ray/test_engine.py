@@ -13,7 +13,7 @@ from attar.errors import UserError
 from attar.integrations.ray import engine, wire
 from attar.integrations.ray.wire import Order
 from attar.protocol import block_digests
-from attar.protocol.messages import MAX_FRAME, Beat, CachedBlocks, Ready
+from attar.protocol.messages import MAX_FRAME, Beat, CachedBlocks, Finished, Ready
 from tests.errors import user_error
 from tests.integrations.ray.conftest import submit, until
 
@@ -29,6 +29,36 @@ def test_items_have_several_tokens_and_streams_share_a_rate(
         assert len(items[0]) < len(items[1])
         assert len(items) <= 6
         assert sum(len(getattr(event, "token_ids", ())) for item in items for event in item) == 60
+        await made.end()
+
+    asyncio.run(main())
+
+
+def test_the_last_events_come_to_a_reader_who_pauses(replica: Callable[..., Any]) -> None:
+    """What ends a request may come while an item is read: the events before it were once lost then."""
+
+    async def main() -> None:
+        made = await replica(step=0.001)
+        found = []
+        async for item in made.answer(wire.encode(Order(submit("a", tokens=20)))):
+            found += wire.events(item)
+            await until(lambda: all(each.ended for each in made._requests.values()))
+        assert sum(len(getattr(event, "token_ids", ())) for event in found) == 20
+        assert isinstance(found[-1], Finished)
+        await made.end()
+
+    asyncio.run(main())
+
+
+def test_an_end_is_told_at_once(replica: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MAX_PAUSE", 60.0)
+    monkeypatch.setattr(engine, "ITEMS_PER_SECOND", 1 / 60)
+
+    async def main() -> None:
+        made = await replica(step=0.001)
+        async with asyncio.timeout(30.0):
+            items = [wire.events(item) async for item in made.answer(wire.encode(Order(submit("a", tokens=60))))]
+        assert len(items) == 2
         await made.end()
 
     asyncio.run(main())

@@ -105,9 +105,9 @@ class Engine:
             while events := await answer.take():
                 self._learn(events)
                 yield wire.encode(events)
-                if answer.ended:
+                if answer.complete:
                     return
-                await asyncio.sleep(min(MAX_PAUSE, len(self._requests) / ITEMS_PER_SECOND))
+                await answer.gather(min(MAX_PAUSE, len(self._requests) / ITEMS_PER_SECOND))
         finally:
             del self._requests[command.id]
             self.client.drop([command.id], not answer.ended)
@@ -188,7 +188,12 @@ class Collected:
             self._open = sum(each is not None for each in command.generated) or command.n
         self._events: list[AnswerEvent] = []
         self._left = False
-        self._wake = asyncio.Event()
+        self._wake, self._end = asyncio.Event(), asyncio.Event()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last event has come, and all events have been taken."""
+        return self.ended and not self._events
 
     def put(self, event: AnswerEvent) -> None:
         """Take an event."""
@@ -197,6 +202,8 @@ class Collected:
         self._open -= isinstance(event, Finished | Embedding)
         self.ended = self.ended or self._open <= 0 or isinstance(event, Failed)
         self._wake.set()
+        if self.ended:
+            self._end.set()
 
     def cancel(self, code: str = "cancelled") -> None:
         """End with a `Failed`, unless it has ended."""
@@ -207,6 +214,7 @@ class Collected:
         """End without a last event: the engine has died."""
         self._left = True
         self._wake.set()
+        self._end.set()
 
     @property
     def late(self) -> Callable[[AnswerEvent], None]:
@@ -220,6 +228,12 @@ class Collected:
             await self._wake.wait()
         events, self._events = self._events, []
         return [] if self._left else events
+
+    async def gather(self, seconds: float) -> None:
+        """Let events gather for so many seconds, or until there will be no more."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._end.wait()
 
 
 class Tapped(EngineClient):
