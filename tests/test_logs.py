@@ -237,7 +237,8 @@ def test_a_closed_stderr_is_not_written_to(end: str, made: str, tmp_path: Path) 
     script.write_text(
         "import logging, os\nfrom attar import logs\n"
         "file = os.open('opened', os.O_CREAT | os.O_WRONLY)\n"
-        "logs.begin()\nlogging.getLogger('attar').warning('a line')\nlogs.say('a text')\n"
+        "logs.begin()\nlogging.getLogger('httpx2').info('a request of our own')\n"
+        "logging.getLogger('attar').warning('a line')\nlogs.say('a text')\n"
         "print(*(type(each).__name__ for each in logging.getLogger().handlers))\n"
     )
     done = subprocess.run(

@@ -105,6 +105,7 @@ def begin(form: str = "%(message)s") -> None:
     """Log to standard error from level INFO on, one line a record, unless logging is configured already."""
     if not logging.getLogger().handlers:  # else logging is configured already
         logging.basicConfig(level=logging.INFO, format=form, handlers=[_handler()])
+        logging.getLogger("httpx2").setLevel(logging.WARNING)  # else each look at a host of a fleet is a line
 
 
 def go_on_in_fork() -> None:

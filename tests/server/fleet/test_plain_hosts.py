@@ -76,6 +76,24 @@ async def cut(host: FakeHost, writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
+LASTS = (
+    b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n", b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+)  # fmt: skip
+
+
+def cut_behind(last: bytes) -> Callable[[FakeHost, asyncio.StreamWriter], Any]:
+    async def act(host: FakeHost, writer: asyncio.StreamWriter) -> None:
+        """Chunks up to the last event, and a reset before the end of the body."""
+        writer.write(START.replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n"))
+        for event in (EVENTS[0], last):
+            writer.write(b"%x\r\n%s\r\n" % (len(event), event))
+            await writer.drain()
+            await asyncio.sleep(0.05)
+        writer.transport.abort()
+
+    return act
+
+
 async def endless(host: FakeHost, writer: asyncio.StreamWriter) -> None:
     writer.write(START + EVENTS[0])
     for _ in range(6):
@@ -218,6 +236,15 @@ def test_a_stream_that_breaks_has_one_error_event_and_is_not_asked_again(
     anthropic = made.post("/v1/messages", body())
     assert anthropic.body.endswith(b"\n\n")
     assert anthropic.body.count(b"event: error") == 1
+
+
+@pytest.mark.parametrize("last", LASTS)
+def test_nothing_follows_the_last_event_when_the_host_breaks_off_behind_it(
+    fleet: Callable[..., Fleet], last: bytes
+) -> None:
+    made = fleet(FakeHost(act=cut_behind(last)))
+    assert made.post(COMPLETIONS, body()).body == EVENTS[0] + last
+    made.wait(lambda: sum(each.open for each in made.router.hosts) == 0)
 
 
 def test_full_hosts_say_when_the_first_has_room(fleet: Callable[..., Fleet]) -> None:

@@ -190,12 +190,14 @@ class ProxyRoutes:
 
         async def pieces() -> AsyncIterator[bytes]:
             yield answer.first
+            whole = proxy.ends(answer.first)
             try:
                 async for piece in answer.pieces:
                     answer.events += piece.count(b"data: ")
                     yield piece
+                    whole = proxy.ends(piece)
             except BROKEN:
-                if not left:
+                if not left and not whole:
                     host.failures += 1
                     yield proxy.broken(request.url.path)
                 return

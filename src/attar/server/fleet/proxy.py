@@ -9,6 +9,7 @@ behind them is read as one.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -34,6 +35,8 @@ PASSED = (
 RETURNED = ("content-type", "retry-after", "x-should-retry", "openai-processing-ms")
 """Headers of an answer that clients get."""
 BUSY = (429, 502, 503, 504)  # statuses after which another host is asked
+LAST = re.compile(rb"data: ?\[DONE\]|event: ?(message_stop|error)\n")
+"""The last event of an answer, in the APIs that are passed on."""
 
 
 def headers_for_host(headers: Mapping[bytes, bytes], own: str) -> dict[str, str]:
@@ -144,6 +147,11 @@ async def whole_events(raw: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             raise ValueError("an event is too long")
     if waiting.strip():
         raise ValueError("the stream ended within an event")
+
+
+def ends(events: bytes) -> bool:
+    """Return whether the last of these whole events is the last of its answer."""
+    return LAST.match(events.rstrip().replace(b"\r\n", b"\n").rpartition(b"\n\n")[2]) is not None
 
 
 def broken(path: str) -> bytes:
