@@ -1,13 +1,13 @@
 """Seconds to encode one image: our towers beside OpenVINO's, of the same shapes and random weights, in one run.
 
     PYTHONPATH=src python bench/towers.py --openvino .venv-openvino/bin/python [--towers siglip-512 clip-336]
-        [--precisions f32 int8] [--threads 1] [--rounds 9]
+        [--precisions f32 bf16 int8] [--threads 1] [--rounds 9]
 
 siglip-512 is SigLIP base of patches of 16 pixels, clip-336 the 23 layers of CLIP large that LLaVA-1.5 runs. Both sides
 compute alike: float32 products, or 8-bit weights and activations (`w8a8` here, NNCF's there). Images take turns, one
 here and one there, and `ratio` is the median of their seconds over ours, pair by pair, with its quartiles. Ours
-includes the pixels' normalization and a projector of 768 columns, which theirs has not. `bf16` is left to machines
-whose processor multiplies it: ours has float32 products of bf16 weights, so there is nothing equal to compare with.
+includes the pixels' normalization and a projector of 768 columns, which theirs has not. `bf16` is bfloat16 throughout:
+it is measured where a processor has tiles for it (AMX), for elsewhere attar's towers compute in float32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from images import RandomWeights, image
 
 from attar.compression.solvers.rounding import rtn
 from attar.formats.scheme import Scheme
-from attar.kernels import dispatch
+from attar.kernels import dispatch, tiles
 from attar.kernels.operands import Linear
 from attar.model.vision import assembly, tensors
 from attar.model.vision.config import VisionConfig, VisionNames
@@ -72,6 +72,8 @@ def tower(name: str, precision: str) -> VisionModel:
         connector="mlp", factor=1, image_token=5, class_token=clip, patch_bias=not clip, post_norm=not clip,
         activation="quick_gelu" if clip else "gelu_tanh", names=VisionNames(("t.",), ("t.",)),
     )  # fmt: skip
+    if precision == "bf16":
+        return assembly.build(config, RandomWeights(config), torch.bfloat16, rows_dtype=torch.float32)
     weights = Quantized(config) if precision == "int8" else RandomWeights(config)
     return assembly.build(config, weights, torch.float32, dispatch.store("exact"))
 
@@ -80,7 +82,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--openvino", type=Path, required=True, metavar="PYTHON", help="of its environment")
     parser.add_argument("--towers", nargs="+", choices=TOWERS, default=tuple(TOWERS))
-    parser.add_argument("--precisions", nargs="+", choices=("f32", "int8"), default=("f32", "int8"))
+    known = ("f32", *(("bf16",) if tiles.faster() else ()), "int8")
+    parser.add_argument("--precisions", nargs="+", choices=known, default=known)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()

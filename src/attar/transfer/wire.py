@@ -34,7 +34,7 @@ from attar.transfer.header import PROTOCOL, BlockMismatch, Origin
 
 MAX_MESSAGE = 16 << 20  # bytes; a prompt of a million tokens has four
 LOOK_SECONDS = 0.1  # between two looks at whether an answer is still wanted
-LOOKS = 100  # at a socket before a thread sleeps, a microsecond each
+AWAKE_SECONDS = 1e-4  # of looking at a socket before a thread sleeps
 DECODE, PREFILL = "decode", "prefill"  # roles, as proofs name them
 HOST = re.compile(r"[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]")
 MAX_PARTS, TOGETHER = 512, 256 << 10  # parts of one call of the system, which takes 1,024, and bytes, about
@@ -224,7 +224,8 @@ class Wire:
         other after every few hundred KB, for less time than a sleeping thread needs to wake."""
         own = [self._socket]
         read, write = (own, ()) if not writing else ((), own)
-        for _ in range(LOOKS):
+        asleep = time.perf_counter() + AWAKE_SECONDS
+        while time.perf_counter() < asleep:  # a look takes a microsecond, or long where Python's other threads work
             if any(select.select(read, write, (), 0)):
                 return
         while True:
