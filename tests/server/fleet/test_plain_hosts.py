@@ -198,7 +198,7 @@ def test_a_stream_is_passed_on_with_few_headers(fleet: Callable[..., Fleet]) -> 
 
 @pytest.mark.parametrize("failure", BEFORE)
 def test_before_the_first_byte_another_host_is_asked(fleet: Callable[..., Fleet], failure: str) -> None:
-    made = fleet(FakeHost(act=BEFORE[failure]), FakeHost())
+    made = fleet(FakeHost(act=BEFORE[failure]), FakeHost(), options=ServerOptions(port=0, deadline=30.0))
     for _ in range(2):
         reply = made.post(COMPLETIONS, body())
         assert (reply.status, reply.body) == (200, b"".join(EVENTS))
