@@ -170,17 +170,8 @@ def main() -> None:
         sides.connect().close()
         other.join()
     gb = {"raw_gb_s": max(beside) / 1e9, "moved_gb_s": max(moved) / 1e9}
-    print(
-        json.dumps(
-            {
-                "tls": options.tls,
-                **gb,
-                "share": max(moved) / max(beside),
-                "block_bytes": origin.size,
-                "blocks": options.blocks,
-            }
-        )
-    )
+    sizes = {"block_bytes": origin.size, "blocks": options.blocks}
+    print(json.dumps({"tls": options.tls, **gb, "share": max(moved) / max(beside), **sizes}))
 
 
 if __name__ == "__main__":

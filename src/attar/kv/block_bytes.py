@@ -39,13 +39,12 @@ class BlockBytes:
             raise UserError("kv_unsupported", "layers have different numbers of blocks: such blocks are not moved")
         self.layout_id = layout_id(pages)
         self._parts = [_flat(part) for each in pages for part in each.parts()]
-        self._memory = [(part.reshape(-1).data, part.shape[1]) for part in self._parts]
         self.nbytes = sum(part.shape[1] for part in self._parts)
         """Bytes of one block in all layers."""
 
     def views(self, block: int) -> list[memoryview]:
         """Return the memory of a block, part by part: `nbytes` bytes together, to be read or to be filled."""
-        return [whole[block * size : (block + 1) * size] for whole, size in self._memory]
+        return [part[block].data for part in self._parts]
 
     def read(self, block: int, out: bytearray) -> None:
         """Copy a block to `out`, of `nbytes` bytes."""
