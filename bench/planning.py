@@ -1,10 +1,15 @@
 """Predicted beside measured times of decode steps and prompts, for models that are on this machine.
 
-    python bench/planning.py MODEL ... [--kv bfloat16 int8] [--batch 1 4 8] [--context 512] [--rounds 5]
+    python bench/planning.py MODEL ... [--kv bfloat16 int8] [--batch 1 4 8 16] [--context 512 4096] [--rounds 5]
+                             [--out FILE]
 
-Each round measures the machine's rates anew, then the model, so that both see the same machine. A round whose bandwidth
-moved by more than 10 % between its beginning and its end is repeated, at most ten times in all. Fewer than five good
-rounds are said to be too few. The last line is one JSON object.
+The machine's rates are measured anew before and after each round of the model's times, so that both see the same
+machine, and the prediction of a round is the mean by both. A round whose bandwidth moved by more than 10 % between them
+is repeated, at most ten times a model. Fewer than five good rounds are said to be too few.
+
+A prompt of the longest context is computed once for each KV format, and timed at its first 512 and 2,048 tokens too.
+Other sequences of a batch hold copies of its blocks, in memory of their own: a step takes as long whatever it reads.
+`--out FILE` keeps the rows of each finished model; the same command goes on there. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -13,7 +18,9 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +28,21 @@ import torch
 
 from attar.checkpoints.sources import hub
 from attar.checkpoints.sources.opening import load, stored
-from attar.evaluation.decode_speed import _generate
 from attar.evaluation.planning import machine_rates, questions
 from attar.execution import kv_cache
-from attar.kernels import dispatch
-from attar.kernels.native import limits
-from attar.kv.schemes import scheme
-from attar.plan.rates.step_time import StepModel
+from attar.execution.recorded_step import Decoding
+from attar.kernels import dispatch, ops
+from attar.kv.schemes import KvScheme, scheme
+from attar.model.cache import ForwardBatch, KVCache
+from attar.model.decoder import Decoder
+from attar.plan.rates.step_time import PREFILL_ROWS, StepModel
 
 MOVED, REPEATED, ENOUGH = 0.10, 10, 5
-GEN = 32
+PROMPTS = (512, 2048)  # tokens of prompts whose times are shown
+STEPS = 16  # decode steps, and one that records
+
+Place = tuple[str, str, int, int]
+"""What is timed, KV format, batch, and context or prompt tokens."""
 
 
 def main() -> int:
@@ -38,66 +50,125 @@ def main() -> int:
     parser.add_argument("models", nargs="+")
     parser.add_argument("--kv", nargs="+", default=["bfloat16"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4])
-    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--context", nargs="+", type=int, default=[512])
     parser.add_argument("--rounds", type=int, default=ENOUGH)
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    kept: dict[str, list[dict[str, Any]]] = {}
+    if given.out is not None and given.out.exists():
+        kept = json.loads(given.out.read_text())
     rows: list[dict[str, Any]] = []
     for name in given.models:
-        rows += measured(hub.resolve(name), given)
-    for row in rows:
-        print(
-            f"{row['model'][:32]:<34}{row['kv']:<10}batch {row['batch']:<3} decode {row['decode_ms']:.1f} ms, "
-            f"predicted {row['decode_predicted']:.1f} ({row['decode_error']:+.0%}); prefill {row['prefill_ms']:.0f}, "
-            f"predicted {row['prefill_predicted']:.0f} ({row['prefill_error']:+.0%}); {row['rounds']} rounds"
-        )
-    errors = [abs(row["decode_error"]) for row in rows]
-    print(json.dumps({"rows": rows, "median_decode_error": statistics.median(errors), "most": max(errors)}))
+        if name not in kept:
+            kept[name] = measured(hub.resolve(name), given)
+            if given.out is not None:
+                given.out.write_text(json.dumps(kept))
+        rows += kept[name]
+    print(to_text(rows))
+    print(json.dumps({"rows": rows, **summary(rows)}))
     return 0
 
 
 def measured(path: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each KV format and batch of a model."""
+    """Return a row for each KV format, batch and context of a model, and for each prompt."""
     config, storage = stored(path)
     names = questions.curve_names(config, [storage])
     store = dispatch.store()
     assert store is not None, "there are no kernels"
     decoder = load(path, torch.float32, None, store)
-    found: dict[tuple[str, int], list[tuple[float, float, float, float]]] = {
-        (kv, batch): [] for kv in given.kv for batch in given.batch
-    }
+    found: dict[Place, list[tuple[float, float]]] = defaultdict(list)
     repeated = good = 0
+    before = machine_rates.measure(names, usual=False)
     while good < given.rounds:
-        before = limits.measure().read_gb_s
-        profile = machine_rates.measure(names, usual=False)
-        step: dict[tuple[str, int], tuple[float, float, float, float]] = {}
-        for kv, batch in found:
-            numbers = torch.randint(0, config.vocab_size, (batch, given.context))
-            used = scheme(kv)
-            prefill, steps, _, _ = _generate(decoder, numbers, GEN, used, kv_cache.bases(decoder, used))
-            model = StepModel(config, storage, used, profile)
-            predicted = model.decode(batch, given.context + GEN // 2).total
-            step[kv, batch] = statistics.median(steps), predicted, prefill, batch * model.prefill(given.context)
-        after = limits.measure().read_gb_s
-        if abs(after / before - 1) > MOVED and repeated < REPEATED:
+        times = {place: seconds for kv in given.kv for place, seconds in timed(decoder, scheme(kv), given)}
+        after = machine_rates.measure(names, usual=False)
+        moved = abs(after.bandwidth.value / before.bandwidth.value - 1)
+        around, before = (before, after), after
+        if moved > MOVED and repeated < REPEATED:
             repeated += 1
-            print(f"bandwidth moved from {before:.1f} to {after:.1f} GB/s: the round is repeated", file=sys.stderr)
+            print(f"bandwidth moved by {moved:.0%}: the round is repeated", file=sys.stderr)
             continue
         good += 1
-        for at, values in step.items():
-            found[at].append(values)
-    return [row(path.name, kv, batch, values, repeated) for (kv, batch), values in found.items()]
+        print(f"{path.name}: round {good} of {given.rounds}", file=sys.stderr)
+        for kv in given.kv:
+            models = [StepModel(config, storage, scheme(kv), profile) for profile in around]
+            for place, seconds in times.items():
+                if place[1] == kv:
+                    found[place].append((seconds, statistics.mean(predicted(model, place) for model in models)))
+    return [row(path.name, place, values, repeated) for place, values in found.items()]
 
 
-def row(name: str, kv: str, batch: int, values: Sequence[tuple[float, ...]], repeated: int) -> dict[str, Any]:
+def predicted(model: StepModel, place: Place) -> float:
+    """Return the seconds that a model of steps gives for what is timed."""
+    what, _, batch, tokens = place
+    return model.decode(batch, tokens + STEPS // 2).total if what == "decode" else model.prefill(tokens)
+
+
+@torch.inference_mode()
+def timed(decoder: Decoder, used: KvScheme, given: argparse.Namespace) -> Iterable[tuple[Place, float]]:
+    """Yield the seconds of prompts and, as a median, of decode steps."""
+    longest = max(given.context)
+    horizon = longest + STEPS + 1
+    one = decoder.cache(horizon, 1, used, kv_cache.bases(decoder, used))
+    tokens = torch.randint(0, decoder.config.vocab_size, (longest,))
+    since = time.perf_counter()
+    for at in range(0, longest, PREFILL_ROWS):
+        piece = tokens[at : at + PREFILL_ROWS]
+        decoder.forward(piece, ForwardBatch((len(piece),), horizon, one), torch.tensor([len(piece) - 1]))
+        if (done := at + len(piece)) in PROMPTS:
+            yield ("prefill", used.name, 1, done), time.perf_counter() - since
+    for batch in given.batch:
+        for context in given.context:
+            cache = copied(decoder, one, batch, horizon)
+            cache.filled = [context] * batch
+            decoding = Decoding(decoder, cache, horizon)
+            following, seconds = [1] * batch, list[float]()
+            for step in range(STEPS + 1):
+                begun = time.perf_counter()
+                following = ops.argmax(decoding.step(following)).tolist()
+                if step:  # the first is recorded
+                    seconds.append(time.perf_counter() - begun)
+            yield ("decode", used.name, batch, context), statistics.median(seconds)
+
+
+def copied(decoder: Decoder, one: KVCache, batch: int, horizon: int) -> KVCache:
+    """Return a cache of `batch` sequences, each with its own copy of the blocks of the one sequence of `one`."""
+    made = decoder.cache(horizon, batch, one.scheme, kv_cache.bases(decoder, one.scheme))
+    for own, pages in zip(made.layers, one.layers, strict=True):
+        for part, other in zip(own.parts(), pages.parts(), strict=True):
+            part.unflatten(0, (batch, -1)).copy_(other)
+    return made
+
+
+def row(name: str, place: Place, values: Sequence[tuple[float, float]], repeated: int) -> dict[str, Any]:
     """Return medians of the rounds, in milliseconds, and the median of each round's own error."""
-    decode, predicted, prefill, in_prompts = (1e3 * statistics.median(each) for each in zip(*values, strict=True))
+    what, kv, batch, tokens = place
+    seconds, predicted = (1e3 * statistics.median(each) for each in zip(*values, strict=True))
     return {
-        "model": name, "kv": kv, "batch": batch, "rounds": len(values), "repeated": repeated,
-        "enough": len(values) >= ENOUGH, "decode_ms": decode, "decode_predicted": predicted,
-        "decode_error": statistics.median(each[1] / each[0] - 1 for each in values), "prefill_ms": prefill,
-        "prefill_predicted": in_prompts,
-        "prefill_error": statistics.median(each[3] / each[2] - 1 for each in values),
+        "model": name, "what": what, "kv": kv, "batch": batch, "tokens": tokens, "rounds": len(values),
+        "repeated": repeated, "enough": len(values) >= ENOUGH, "ms": seconds, "predicted": predicted,
+        "error": statistics.median(each[1] / each[0] - 1 for each in values),
     }  # fmt: skip
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return the median and the largest absolute error of decode steps and of prompts."""
+    found = {}
+    for what in ("decode", "prefill"):
+        errors = [abs(each["error"]) for each in rows if each["what"] == what]
+        if errors:
+            found[what] = {"median_error": statistics.median(errors), "most": max(errors)}
+    return found
+
+
+def to_text(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a line for each row: measured and predicted milliseconds, and the error of the prediction."""
+    return "\n".join(
+        f"{each['model'][:32]:<34}{each['kv']:<10}{each['what']:<8}{each['tokens']:>5} tokens, batch "
+        f"{each['batch']:<3}{each['ms']:>9.1f} ms, predicted {each['predicted']:.1f} ({each['error']:+.0%}); "
+        + (f"{each['rounds']} rounds" if each["enough"] else f"not measured: {each['rounds']} rounds of {ENOUGH}")
+        for each in rows
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ PROFILE = MachineProfile(
     Rate(INT8, 0.01), None, Rate(FLOATS, 0.01),
     {"bf16": curve(2.0, FLOATS), "w8a8": curve(1.0, INT8), "w4g128": curve(0.5156, INT8 / 2)},
     {
-        name: AttentionCost(size / BANDWIDTH, 4 / FLOATS, 2 / FLOATS, 0.02)
+        name: AttentionCost.linear(size / BANDWIDTH, 4 / FLOATS, 2 / FLOATS, 0.02)
         for name, size in (("float32", 4.0), ("bfloat16", 2.0), ("int8", 1.0625))
     },
     Overheads(1e-4, 2e-6, 1e-9, 1e-10), 20.0,

@@ -36,11 +36,12 @@ def test_each_field_is_checked(at: str) -> None:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (("bandwidth", "value"), 0), (("bandwidth", "value"), -1.0), (("int8", "spread"), -0.1), (("format",), 2),
+        (("bandwidth", "value"), 0), (("bandwidth", "value"), -1.0), (("int8", "spread"), -0.1), (("format",), 1),
         (("products",), {}), (("attention",), {}), (("products", "bf16", "rows"), [1, 1, 4, 8, 16, 64, 512]),
         (("products", "bf16", "rows"), [0, 2, 4, 8, 16, 64, 512]), (("products", "bf16", "seconds"), [1.0]),
         (("overheads", "layer"), -1e-9), (("measured",), "yesterday"), (("measured",), "2026-11-27"),
-        (("key", "cores"), 0), (("attention", "int8", "score"), -1.0),
+        (("key", "cores"), 0), (("attention", "int8", "prefill_score"), -1.0),
+        (("attention", "int8", "groups"), [1, 1]),
     ],
 )  # fmt: skip
 def test_numbers_out_of_range_are_refused(path: tuple[str, ...], value: Any) -> None:

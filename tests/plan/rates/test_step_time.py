@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,7 +15,7 @@ from attar.plan import comparison, costs
 from attar.plan.costs import Storage
 from attar.plan.fit import Demand, Deployment
 from attar.plan.gpus import GPUS, gpu_spec
-from attar.plan.rates.profile import NO_OVERHEADS, ProductCurve
+from attar.plan.rates.profile import NO_OVERHEADS, AttentionCost, ProductCurve
 from attar.plan.rates.step_time import Efficiency, StepModel, fitted, of_gpu, weakest
 from tests.pretend_rates import BANDWIDTH, INT8, PROFILE, ROWS, profile
 
@@ -31,12 +32,26 @@ def test_a_step_is_the_sum_of_its_products_attention_and_overhead() -> None:
     assert found.products == pytest.approx(weights * PROFILE.products["bf16"].seconds[0], rel=NEAR)
     cost, beside = PROFILE.attention["bfloat16"], PROFILE.overheads
     numbers = 1000 * CONFIG.layers * CONFIG.head_dim
-    attention = numbers * (2 * CONFIG.kv_heads * cost.stored + CONFIG.heads * cost.score)
+    attention = numbers * 2 * CONFIG.kv_heads * cost.stored(CONFIG.heads / CONFIG.kv_heads)
     assert found.attention == pytest.approx(attention, rel=NEAR)
     overhead = beside.step + CONFIG.layers * (beside.layer + beside.element * CONFIG.hidden)
     assert found.overhead == pytest.approx(overhead + beside.logit * CONFIG.vocab_size, rel=NEAR)
     assert found.total == found.products + found.attention + found.overhead
     assert model.evidence == "measured"
+
+
+def test_attention_lies_on_lines_through_the_measured_groups() -> None:
+    cost = AttentionCost((1, 4, 8), (1.0, 2.0, 6.0), 1.0)
+    assert [cost.stored(group) for group in (1, 2.5, 4, 6, 8, 9)] == [1.0, 1.5, 2.0, 4.0, 6.0, 7.0]
+
+
+def test_rows_behind_the_first_cost_a_score_at_each_position() -> None:
+    cost = replace(PROFILE.attention["bfloat16"], prefill_score=3e-12)
+    model = StepModel(CONFIG, DENSE, BF16, profile(attention={"bfloat16": cost}))
+    more = model.full_attention(100, 4) - model.full_attention(103, 1)
+    seen = (101 + 102 + 103 + 104) - 104  # by all rows, less the positions that are read once anyway
+    expected = CONFIG.layers * seen * CONFIG.heads * CONFIG.head_dim * 3e-12
+    assert more == pytest.approx(expected, rel=NEAR)
 
 
 @given(

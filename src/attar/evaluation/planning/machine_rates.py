@@ -55,6 +55,7 @@ READ = 256 << 20  # bytes of weights: more than caches keep from step to step
 ROUNDS, MOST_ROUNDS = 7, 25
 CONTEXT, PROMPT = 4096, 256  # positions of a decode row, rows of a prompt
 HEAD_DIM, KV_HEADS, HEADS = 64, 4, 16
+GROUPS = (1, 4, 8)  # query heads that share a KV head
 STEP_ROWS = (1, 4, 16)
 VOCABULARY = 32768
 
@@ -214,20 +215,26 @@ def _store() -> BackendWeights:
 @torch.inference_mode()
 def attention_cost(scheme: KvScheme) -> AttentionCost:
     """Measure attention on a cache of one KV scheme, of several layers that no core's cache holds."""
-    one = _attention(scheme, KV_HEADS, 1, CONTEXT)
-    shared = _attention(scheme, HEADS, 1, CONTEXT)
-    prompt = _attention(scheme, HEADS, PROMPT, CONTEXT // 4)
-    numbers = CONTEXT * HEAD_DIM
-    score = max(0.0, (shared.value - one.value) / ((HEADS - KV_HEADS) * numbers))
-    stored = max(0.0, (one.value / (KV_HEADS * numbers) - score) / 2)
-    visible = PROMPT * (CONTEXT // 4) + PROMPT * (PROMPT + 1) // 2
-    read = (CONTEXT // 4 + PROMPT) * HEAD_DIM * 2 * KV_HEADS * stored
-    in_prompt = max(0.0, (prompt.value - read) / (visible * HEADS * HEAD_DIM) - score / PROMPT)
-    return AttentionCost(stored, score, in_prompt, max(each.spread for each in (one, shared, prompt)))
+    runs = [_attention(scheme, group * KV_HEADS, 1, CONTEXT) for group in GROUPS]
+    runs.append(_attention(scheme, HEADS, PROMPT, CONTEXT // 4))
+    found: list[list[float]] = [[] for _ in runs]
+    for number in range(2 * ROUNDS + 1):
+        for run, seconds in zip(runs, found, strict=True):
+            spent = _timed(run.replay) / len(run.calls)
+            if number:  # the first is a warm-up
+                seconds.append(spent)
+    *single, prompt = [rate(seconds) for seconds in found]
+    numbers = CONTEXT * HEAD_DIM * 2 * KV_HEADS
+    cost = AttentionCost(GROUPS, tuple(each.value / numbers for each in single), 0.0)
+    slots = CONTEXT // 4 + PROMPT
+    further = PROMPT * (CONTEXT // 4) + PROMPT * (PROMPT + 1) // 2 - slots
+    read = slots * HEAD_DIM * 2 * KV_HEADS * cost.stored(HEADS / KV_HEADS)
+    score = max(0.0, (prompt.value - read) / (further * HEADS * HEAD_DIM))
+    return replace(cost, prefill_score=score, spread=statistics.median(each.spread for each in (*single, prompt)))
 
 
-def _attention(scheme: KvScheme, heads: int, rows: int, before: int) -> Rate:
-    """Return the seconds of one layer's attention of `rows` rows behind `before` positions."""
+def _attention(scheme: KvScheme, heads: int, rows: int, before: int) -> extension.Recording:
+    """Return each layer's attention of `rows` rows behind `before` positions, recorded as that of a step is."""
     layers = CACHES if rows == 1 else LAYERS
     config = _shape(heads * HEAD_DIM, 64, layers, heads, KV_HEADS)
     cache = KVCache(config, before + rows, 1, scheme)
@@ -236,14 +243,12 @@ def _attention(scheme: KvScheme, heads: int, rows: int, before: int) -> Rate:
     place = cache.place((rows,))
     form = AttentionForm(heads, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5)
     queries = torch.randn(rows, heads, HEAD_DIM)
-    found = []
-    for number in range(ROUNDS + 1):
-        start = time.perf_counter()
+    with extension.record() as recording:
         for pages in cache.layers:
             ops.paged_attention(queries, pages, place, form)
-        if number:
-            found.append((time.perf_counter() - start) / layers)
-    return rate(found)
+    kept = (place.row_starts, place.lengths, place.block_tables, place.positions, place.slot_mapping)
+    recording.tensors += [queries, *kept, *(part for pages in cache.layers for part in pages.parts())]
+    return recording
 
 
 def _touch(cache: KVCache) -> None:
@@ -330,10 +335,12 @@ def to_text(profile: MachineProfile) -> str:
             f"{name:<12}{curve.bytes / first / 1e9:.1f} GB/s at one row ± {curve.spread:.0%}; T(rows)/T(1) {costs_of}"
         )
     for name, cost in profile.attention.items():
-        each = 2e9 * cost.stored * HEAD_DIM, 1e9 * cost.score * HEAD_DIM, 1e9 * cost.prefill_score * HEAD_DIM
+        each = ", ".join(
+            f"{group}: {2e9 * seconds * HEAD_DIM:.1f}" for group, seconds in zip(cost.groups, cost.seconds, strict=True)
+        )
         lines.append(
-            f"{name:<12}{each[0]:.1f} ns a position and KV head of {HEAD_DIM}, {each[1]:.1f} ns a query head, "
-            f"{each[2]:.2f} ns in prompts"
+            f"{name:<12}ns a position and KV head of {HEAD_DIM}, by query heads that share it: {each}; "
+            f"{1e9 * cost.prefill_score * HEAD_DIM:.2f} ns a query head in prompts ± {cost.spread:.0%}"
         )
     beside = profile.overheads
     lines.append(

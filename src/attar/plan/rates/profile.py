@@ -3,7 +3,7 @@
 A profile is one JSON object with sorted keys. All times are in seconds, all rates are a second, sizes are bytes. A
 spread is half the range of the repeated measurements, over their median. Torch-free.
 
-    format      1
+    format      2
     key         what the rates hold for: machine, cores, threads, isa, kernels (`MachineKey`)
     isa         instruction set level of the kernels, such as avx512
     measured    date and time in UTC, such as 2026-11-27T13:05:00Z
@@ -14,7 +14,7 @@ spread is half the range of the repeated measurements, over their median. Torch-
     bf16        the same of products with bfloat16 weights, in float32
     products    {scheme: {"bytes", "rows": [...], "seconds": [...], "spread"}}: seconds of a product of so many rows,
                 and the bytes that it reads, both divided by the number of weights. bf16 stands for dense weights
-    attention   {KV scheme: {"stored", "score", "prefill_score", "spread"}}, see `AttentionCost`
+    attention   {KV scheme: {"groups": [...], "seconds": [...], "prefill_score", "spread"}}, see `AttentionCost`
     overheads   {"step", "layer", "element", "logit"}, see `Overheads`
     bf16_tiles  {"value": operations, ...} of products in bfloat16 of 128 rows, where the processor has tiles, or null
 """
@@ -26,6 +26,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, Literal
 
@@ -33,7 +34,7 @@ import msgspec
 
 from attar.errors import UserError
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 MAX_BYTES = 10_000_000
 MOST_CURVES, MOST_POINTS = 200, 64
 VALID_DAYS = 30  # a machine's kernel, memory and neighbours change
@@ -120,18 +121,39 @@ class ProductCurve:
 class AttentionCost:
     """Seconds of attention on one KV scheme.
 
-    stored: of each key and value number that a decoding row reads. score: of each number of a query head at each
-    position, of a decoding row. prefill_score: the same in prompts, whose rows share what they read.
+    seconds: of each key and value number that a decoding row reads, where `groups` query heads share each KV head. Few
+    heads wait for memory and many for arithmetic, so this is no straight line. prefill_score: of each number of a query
+    head at each position, in prompts, whose rows share what they read.
     """
 
-    stored: float
-    score: float
+    groups: tuple[int, ...]
+    seconds: tuple[float, ...]
     prefill_score: float
     spread: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("stored", "score", "prefill_score", "spread"):
-            _check(name, getattr(self, name), zero=True)
+        if not 2 <= len(self.groups) == len(self.seconds) <= MOST_POINTS:
+            raise ValueError(f"attention has 2 to {MOST_POINTS} groups, and as many times")
+        if self.groups[0] < 1 or any(b <= a for a, b in pairwise(self.groups)):
+            raise ValueError("groups of query heads rise from 1")
+        for name, value in (("prefill_score", self.prefill_score), ("spread", self.spread)):
+            _check(name, value, zero=True)
+        for value in self.seconds:
+            _check("seconds", value)
+
+    @classmethod
+    def linear(cls, stored: float, score: float, prefill_score: float, spread: float = 0.0) -> AttentionCost:
+        """Return the cost of reading a stored number, plus that of each number of a query head at each position."""
+        groups = (1, 8)
+        return cls(groups, tuple(stored + score * group / 2 for group in groups), prefill_score, spread)
+
+    def stored(self, group: float) -> float:
+        """Return the seconds of a stored number where so many query heads share a KV head, on a line through the two
+        nearest measured groups."""
+        at = min(max(bisect_left(self.groups, group), 1), len(self.groups) - 1)
+        low, high = self.groups[at - 1], self.groups[at]
+        part = (group - low) / (high - low)
+        return self.seconds[at - 1] * (1 - part) + self.seconds[at] * part
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +193,7 @@ class MachineProfile:
     overheads: Overheads
     seconds: float = 0.0
     bf16_tiles: Rate | None = None
-    format: Literal[1] = FORMAT
+    format: Literal[2] = FORMAT
 
     def __post_init__(self) -> None:
         if len(self.products) > MOST_CURVES or len(self.attention) > MOST_CURVES:

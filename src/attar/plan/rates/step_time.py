@@ -8,9 +8,9 @@ Reading and computing add, because kernels of a step overlap them little: the la
 of 2.4 to 2.9 at 16 rows. The two efficiencies of a kind of weights are fitted to its measured curve: dense weights,
 integer weights, and weights whose activations are rounded too. A scheme without a curve takes those of its kind.
 
-Attention reads every stored key and value number of a sequence once a step, and computes a score for each row, query
-head and visible position. Rows of prompts share what they read, so a score costs less there. Overhead is what a step
-takes beside both: norms, roundings, activations, and the choice of tokens. Torch-free.
+Attention reads every stored key and value number of a sequence once a step, at a cost that depends on how many query
+heads share it. Each further row of a sequence costs a score for each query head and visible position. Overhead is what
+a step takes beside both: norms, roundings, activations, and the choice of tokens. Torch-free.
 """
 
 from __future__ import annotations
@@ -170,8 +170,10 @@ class StepModel:
         curves = [curve.spread for curve in self._curves.values() if curve is not None]
         errors = [efficiency.error for efficiency, _ in self._efficiencies.values()]
         self.spread = max([self.profile.bandwidth.spread, self._kv.spread, *curves, *errors])
-        c, each = self.config, 2 * self.config.kv_heads * self._kv.stored + self.config.heads * self._kv.score
-        self._slot = c.layers * c.head_dim * each if set(self._windows) == {None} else None
+        c = self.config
+        self._read = self._kv.stored(c.heads / c.kv_heads)
+        every = c.layers * 2 * c.kv_heads * c.head_dim * self._read
+        self._slot = every if set(self._windows) == {None} else None
 
     def with_kv(self, kv: KvScheme) -> StepModel:
         """Return the model of the same weights with another KV format. Both share what they know of products."""
@@ -235,13 +237,13 @@ class StepModel:
         own."""
         if rows == 1 and self._slot is not None:  # most calls of a simulation
             return self._slot * (start + 1)
-        c, cost = self.config, self._kv
-        score = cost.prefill_score + (cost.score - cost.prefill_score) / rows
+        c, score = self.config, self._kv.prefill_score
         seconds = 0.0
         for window, layers in self._windows.items():
             slots = start + rows if window is None else min(start + rows, window + rows - 1)
-            seconds += layers * slots * 2 * c.kv_heads * c.head_dim * cost.stored
-            seconds += layers * seen(start, rows, window) * c.heads * c.head_dim * score
+            further = max(0, seen(start, rows, window) - slots)  # positions that rows behind the first see
+            seconds += layers * slots * 2 * c.kv_heads * c.head_dim * self._read
+            seconds += layers * further * c.heads * c.head_dim * score
         return seconds
 
     def _step(self, rows: int, samples: int, attention: float) -> StepSeconds:
@@ -282,7 +284,7 @@ def of_gpu(gpu: GpuSpec) -> MachineProfile:
     """Return a profile by a GPU's data sheet: every efficiency is 1, and nothing is overhead. Times are limits."""
     rate, number = gpu.operations["bf16"], 4.0 / gpu.operations["bf16"]
     sizes = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0625, "fp8": 1.0625, "int4": 0.5625}
-    attention = {name: AttentionCost(size / gpu.bandwidth, number, number) for name, size in sizes.items()}
+    attention = {name: AttentionCost.linear(size / gpu.bandwidth, number, number) for name, size in sizes.items()}
     dense = ProductCurve(2.0, (1, 4096), tuple(2.0 / gpu.bandwidth + 2.0 * n / rate for n in (1, 4096)))
     key = MachineKey(gpu.name, 1, 1, "fp8" if gpu.float8 else "", "")
     bandwidth, integer = Rate(gpu.bandwidth), Rate(gpu.operations["int8"])
