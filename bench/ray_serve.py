@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +59,21 @@ def by_socket(client: EngineClient) -> Ask:
 
 
 def by_handle(handle: Any) -> Ask:
-    stream = handle.options(method_name="answer", stream=True)
+    stream, whole = handle.options(method_name="answer", stream=True), handle.options(method_name="whole")
 
     async def ask(tokens: int) -> int:
-        count = 0
-        async for item in stream.remote(wire.encode(Order(submit(tokens)))):
+        order, count = wire.encode(Order(submit(tokens))), 0
+        items = stream.remote(order) if tokens > 1 else _one(whole.remote(order))
+        async for item in items:
             events = wire.events(item)
             count += sum(len(event.token_ids) for event in events if isinstance(event, Delta))
         return count
 
     return ask
+
+
+async def _one(call: Awaitable[bytes]) -> AsyncIterator[bytes]:
+    yield await call
 
 
 def by_http(port: int) -> Ask:

@@ -53,7 +53,7 @@ def test_a_model_is_written_in_another_format(place: Path) -> None:
     first = attar(place, "convert ct awq --to awq -q")
     assert (first["format"], first["packed"]) == ("awq", 42)
     assert attar(place, "convert awq out.gguf --to gguf -q")["packed"] == 42
-    assert attar(place, "convert out.gguf dense --to dense --dtype float16 -q")["dtype"] == "float16"
+    assert attar(place, "convert out.gguf dense --to dense --dtype fp16 -q")["dtype"] == "float16"
     assert attar(place, "compress awq again --recipe rtn-w8 -q", 2)["code"] == "source_compressed"
     (warning,) = attar(place, "compress awq again --recipe rtn-w8 --requantize -q")["warnings"]
     assert "42 of w4g64" in warning
@@ -71,7 +71,7 @@ MISTAKES = {
     "imatrix ./model new.gguf --calib absent.txt": "absent.txt: no such file",
     "convert ./model new --to gptq": "is not compressed",
     "convert ./model new --to gptq --dtype float16": "a dtype is of a dense output",
-    "convert ./model new --to dense --dtype int8": "'int8' is not one of",
+    "convert ./model new --to dense --dtype int8": "'int8' is no dtype here: known are bfloat16, float16, float32",
     "convert ./model new --to gguf": "--to gguf writes a file whose name ends in .gguf, not new",
     "convert ./model new --to ggml": "'ggml' is not one of",
 }

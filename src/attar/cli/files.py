@@ -58,7 +58,7 @@ def convert(
     )] = None,
     dtype: Annotated[Dtype | None, option(
         "Output", "DTYPE", "Dtype of --to dense: bfloat16, float16 or float32, which keeps most values exactly.",
-        "--dtype", default="the source's, and bfloat16 for quantized GGUF files",
+        "--dtype", parser=options.one_of(Dtype), default="the source's, and bfloat16 for quantized GGUF files",
     )] = None,
     max_shard: options.MaxShard = None,
     overwrite: options.Overwrite = False,

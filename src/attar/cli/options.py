@@ -52,6 +52,22 @@ def parse_pixels(text: str) -> tuple[int, int]:
     return int(high), int(wide)
 
 
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
+"""Usual short names of dtypes."""
+
+
+def one_of(dtypes: type[StrEnum]) -> Callable[[str], str]:
+    """Return a parser of dtypes by their names in PyTorch or their short ones. It raises UserError for others."""
+
+    def parse_dtype(text: str) -> str:
+        name = SHORT.get(text, text)
+        if name not in dtypes.__members__:
+            raise UserError("name_unknown", f"{text[:32]!r} is no dtype here: known are {', '.join(dtypes)}")
+        return dtypes[name]
+
+    return parse_dtype
+
+
 def parse_draft_tokens(text: str) -> int | None:
     """Parse a number of drafts; None for `auto`. Raises ValueError for anything else."""
     if text == "auto":
@@ -94,7 +110,8 @@ MaxShard = Annotated[int | None, option(
 DEVICE = "cpu, or cuda for an NVIDIA GPU; cuda:1 is the second one."
 Device = Annotated[str, option("Device", "DEVICE", DEVICE, "--device")]
 ComputeDtype = Annotated[Dtype | None, option(
-    "Device", "DTYPE", "Compute in float32 or bfloat16.", "--dtype", default="float32 on a CPU, bfloat16 on a GPU",
+    "Device", "DTYPE", "Compute in float32 or bfloat16.", "--dtype", parser=one_of(Dtype),
+    default="float32 on a CPU, bfloat16 on a GPU",
 )]  # fmt: skip
 Activations = Annotated[Precision, option(
     "Device", "MODE", "Activation precision for weight-only schemes: exact, int8 (one scale a row), int8g128 or "

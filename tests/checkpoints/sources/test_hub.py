@@ -159,6 +159,16 @@ def test_a_local_file_wins_over_a_repository_that_ends_in_gguf(tmp_path: Path, c
     assert calls == []
 
 
+def test_a_link_of_the_same_name_is_followed_to_what_lies_beside_its_file(tmp_path: Path) -> None:
+    there, here = tmp_path / "there" / "model.gguf", tmp_path / "here"
+    there.parent.mkdir()
+    here.mkdir()
+    there.touch()
+    for name, expected in (("model.gguf", there), ("other.gguf", here / "other.gguf")):
+        (here / name).symlink_to(there)
+        assert hub.resolve(here / name) == expected
+
+
 def test_a_file_of_the_hub_lies_within_its_repository(tmp_path: Path, calls: list[dict[str, Any]]) -> None:
     for part in (str(tmp_path), "", ".", "..", "a/../..", "a/."):
         (tmp_path / "x.gguf").write_bytes(b"GGUF")

@@ -76,6 +76,7 @@ class Local:
         self.fleet = Fleet(self, places)
         self.watches: dict[str, asyncio.Task[None]] = {}
         self.calls: dict[str, set[asyncio.Task[Any]]] = {}
+        self.wholes = 0  # answers that came in one call
 
     async def __aenter__(self) -> Local:
         self.fleet.start()
@@ -126,6 +127,16 @@ class Local:
                 if name in self.killed:
                     raise Died
                 yield item
+
+    async def whole(self, data: bytes) -> bytes:
+        name = wire.order(data).replica
+        if name in self.killed or name not in self.replicas:
+            raise ReplicaGone(name)
+        self.wholes += 1
+        found: bytes = await self.replicas[name].whole(data)
+        if name in self.killed:
+            raise Died
+        return found
 
     async def status(self, replica: str, ids: Sequence[str]) -> bytes:
         found: bytes = await self.replicas[replica].status(replica, ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -13,9 +13,19 @@ from attar.errors import UserError
 from attar.integrations.ray import engine, wire
 from attar.integrations.ray.wire import Order
 from attar.protocol import block_digests
-from attar.protocol.messages import MAX_FRAME, Beat, CachedBlocks, Finished, Ready
+from attar.protocol.messages import MAX_FRAME, Beat, CachedBlocks, Delta, Finished, Ready
+from attar.server.engine_client.connection import AnswerEvent
 from tests.errors import user_error
 from tests.integrations.ray.conftest import submit, until
+
+
+def tokens_of(events: Sequence[AnswerEvent]) -> dict[int, list[int]]:
+    """The tokens of each choice."""
+    found: dict[int, list[int]] = {}
+    for event in events:
+        if isinstance(event, Delta):
+            found.setdefault(event.choice, []).extend(event.token_ids)
+    return found
 
 
 def test_items_have_several_tokens_and_streams_share_a_rate(
@@ -45,6 +55,35 @@ def test_the_last_events_come_to_a_reader_who_pauses(replica: Callable[..., Any]
             await until(lambda: all(each.ended for each in made._requests.values()))
         assert sum(len(getattr(event, "token_ids", ())) for event in found) == 20
         assert isinstance(found[-1], Finished)
+        await made.end()
+
+    asyncio.run(main())
+
+
+def test_a_whole_answer_has_all_events_of_a_stream(replica: Callable[..., Any]) -> None:
+    async def main() -> None:
+        made = await replica(step=0.001)
+        asked = wire.encode(Order(submit("a", tokens=20, n=2)))
+        streamed = [event async for item in made.answer(asked) for event in wire.events(item)]
+        whole = wire.events(await made.whole(asked))
+        for events in (streamed, whole):
+            assert sum(isinstance(event, Finished) for event in events) == 2
+        assert tokens_of(whole) == tokens_of(streamed)
+        assert not made._requests
+        await made.end()
+
+    asyncio.run(main())
+
+
+def test_a_whole_answer_of_an_engine_that_dies_has_no_end(replica: Callable[..., Any]) -> None:
+    async def main() -> None:
+        made = await replica(step=0.001)
+        made.fake.held = True
+        asking = asyncio.ensure_future(made.whole(wire.encode(Order(submit("a", tokens=20)))))
+        await until(lambda: made._requests)
+        made.fake.die()
+        assert not any(isinstance(event, Finished) for event in wire.events(await asking))
+        assert not made._requests
         await made.end()
 
     asyncio.run(main())

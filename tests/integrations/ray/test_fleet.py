@@ -73,6 +73,27 @@ def test_an_answer_goes_on_elsewhere_with_the_same_tokens(local: Make, how: str,
     run(main)
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_one_token_comes_in_one_call(local: Make, dies: bool) -> None:
+    async def main() -> None:
+        expected = await alone(local, 1)
+        async with local() as handle:
+            await handle.add("one")
+            await handle.add("two")
+            for each in handle.replicas.values():
+                each.fake.held = dies
+            stream = handle.fleet.ask([submit("b", tokens=1)], 1)
+            if dies:
+                await until(lambda: handle.wholes == 1)
+                for each in handle.replicas.values():
+                    each.fake.held = False
+                handle.kill(held(handle))
+            assert await read(stream) == expected
+            assert handle.wholes == 1 + dies
+
+    run(main)
+
+
 def test_a_replica_that_is_taken_away_ends_its_answers_first(local: Make) -> None:
     async def main() -> None:
         async with local(2, step=0.005) as handle:

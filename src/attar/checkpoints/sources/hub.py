@@ -115,8 +115,10 @@ def local(model: str) -> Path | None:
             "option_missing", "the model's name is empty: give a folder, a Hub id (org/name) or `demo`"
         )
     path = Path(model).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
+    if path.is_dir():
         return path
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return _linked(path)
     if path.exists():
         raise CheckpointError(
             "file_wrong_kind", f"{model} is a file; give the folder that holds the model, or a .gguf file"
@@ -128,6 +130,13 @@ def local(model: str) -> Path | None:
         kind = "and it is not a Hub id (org/name)" if "/" not in model else "at that path"
         raise CheckpointError("file_not_found", f"no model folder {model!r} {kind}{neighbours(path)}")
     return None
+
+
+def _linked(path: Path) -> Path:
+    """Return the file of the same name that a link to a GGUF file names, for receipt and mmproj file lie beside it;
+    else the path itself. Files of the Hub's cache are links to files of other names."""
+    target = path.resolve()
+    return target if path.is_symlink() and target.name == path.name else path
 
 
 def resolve_draft(draft: str | None) -> str | None:

@@ -17,6 +17,7 @@ from attar.integrations.ray.engine import Engine
 from attar.integrations.ray.http import Http
 from attar.integrations.ray.settings import Arguments
 
+HEAD = "node:__internal_head__"  # Ray's resource of the head node, of which there is one
 MOST_ONGOING = 4096  # calls of a replica: the engine's queue has its own limit, and refuses
 
 
@@ -28,7 +29,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         max_ongoing_requests=MOST_ONGOING, request_router_config=router
     )
     http = serve.deployment(Http, name="Http").options(
-        num_replicas=1, max_ongoing_requests=16, ray_actor_options={"num_cpus": 0},
+        num_replicas=1, max_ongoing_requests=16, ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},
         graceful_shutdown_timeout_s=given.http.drain_seconds + 5,
     )  # fmt: skip
     settings, plain = msgspec.to_builtins(given.engine), msgspec.to_builtins(given.http)

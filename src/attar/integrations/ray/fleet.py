@@ -37,6 +37,9 @@ class Handle(Protocol):
     def answer(self, data: bytes) -> AsyncIterator[bytes]:
         """Stream the events of an order."""
 
+    async def whole(self, data: bytes) -> bytes:
+        """Return all events of an order at once."""
+
     async def status(self, replica: str, ids: Sequence[str]) -> bytes:
         """Return reports on requests of a replica."""
 
@@ -126,9 +129,12 @@ class ReplicaClient(EngineClient):
     async def _stream(self, command: Submit | Embed, data: bytes) -> None:
         failed = None
         try:
-            async with contextlib.aclosing(self._handle.answer(data)) as items:  # type: ignore[type-var]
-                async for item in items:
-                    self._arrived(wire.events(item))
+            if isinstance(command, Embed) or command.n * command.params.max_tokens <= 1:
+                self._arrived(wire.events(await self._handle.whole(data)))
+            else:
+                async with contextlib.aclosing(self._handle.answer(data)) as items:  # type: ignore[type-var]
+                    async for item in items:
+                        self._arrived(wire.events(item))
             if command.id in self.open:  # its engine has died, and the replica will tell
                 await asyncio.sleep(DOUBT)
                 failed = "shutdown"

@@ -34,6 +34,7 @@ class ServeHandle:
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._answer = handle.options(method_name="answer", stream=True)
+        self._whole = handle.options(method_name="whole")
         self._status = handle.options(method_name="status")
 
     async def answer(self, data: bytes) -> AsyncIterator[bytes]:
@@ -47,6 +48,16 @@ class ServeHandle:
         finally:
             if not ended:
                 stream.cancel()
+
+    async def whole(self, data: bytes) -> bytes:
+        """Return all events of an order at once. Cancelling the call cancels the request."""
+        answer = self._whole.remote(data)
+        try:
+            found: bytes = await answer
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
+        return found
 
     async def status(self, replica: str, ids: Sequence[str]) -> bytes:
         """Return reports on requests of a replica."""

@@ -26,7 +26,7 @@ from attar.integrations.ray.scorer import Scorer
 from attar.integrations.ray.wire import Told
 from attar.protocol.messages import Embed, Submit
 
-ANSWER, STATUS, WATCH = "answer", "status", "watch"  # methods of a replica
+ANSWERS, STATUS, WATCH = ("answer", "whole"), "status", "watch"  # methods of a replica
 AGAIN_SECONDS = 0.2  # until a watch that broke is begun again
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class CostRouter(RequestRouter):  # type: ignore[misc]
         pending_request.routing_context.should_backoff = True  # else Serve asks again without a pause
         method, args = pending_request.metadata.call_method, pending_request.args
         command: Submit | Embed | None = None
-        if method == ANSWER:
+        if method in ANSWERS:
             try:
                 order = wire.order(args[0])
             except Exception as error:
