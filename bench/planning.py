@@ -9,7 +9,8 @@ is repeated, at most ten times a model. Fewer than five good rounds are said to 
 
 A prompt of the longest context is computed once for each KV format, and timed at its first 512 and 2,048 tokens too.
 Other sequences of a batch hold copies of its blocks, in memory of their own: a step takes as long whatever it reads.
-`--out FILE` keeps the rows of each finished model; the same command goes on there. The last line is one JSON object.
+`--out FILE` keeps rates and times of each finished model; the same command goes on there. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from attar.checkpoints.sources import hub
@@ -35,6 +38,7 @@ from attar.kernels import dispatch, ops
 from attar.kv.schemes import KvScheme, scheme
 from attar.model.cache import ForwardBatch, KVCache
 from attar.model.decoder import Decoder
+from attar.plan.rates.profile import MachineProfile
 from attar.plan.rates.step_time import PREFILL_ROWS, StepModel
 
 MOVED, REPEATED, ENOUGH = 0.10, 10, 5
@@ -54,48 +58,70 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=ENOUGH)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    kept: dict[str, list[dict[str, Any]]] = {}
+    kept: dict[str, Rounds] = {}
     if given.out is not None and given.out.exists():
-        kept = json.loads(given.out.read_text())
+        kept = msgspec.json.decode(given.out.read_bytes(), type=dict[str, Rounds])
     rows: list[dict[str, Any]] = []
     for name in given.models:
         if name not in kept:
             kept[name] = measured(hub.resolve(name), given)
             if given.out is not None:
-                given.out.write_text(json.dumps(kept))
-        rows += kept[name]
+                given.out.write_bytes(msgspec.json.encode(kept))
+        rows += compared(hub.resolve(name), kept[name])
     print(to_text(rows))
     print(json.dumps({"rows": rows, **summary(rows)}))
     return 0
 
 
-def measured(path: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each KV format, batch and context of a model, and for each prompt."""
+@dataclass(frozen=True)
+class Round:
+    """Rates before and after, and the seconds of everything that was timed between."""
+
+    before: MachineProfile
+    after: MachineProfile
+    times: list[tuple[Place, float]]
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The good rounds of a model, and how many were repeated."""
+
+    rounds: list[Round]
+    repeated: int
+
+
+def measured(path: Path, given: argparse.Namespace) -> Rounds:
+    """Measure the rounds of a model."""
     config, storage = stored(path)
     names = questions.curve_names(config, [storage])
     store = dispatch.store()
     assert store is not None, "there are no kernels"
     decoder = load(path, torch.float32, None, store)
-    found: dict[Place, list[tuple[float, float]]] = defaultdict(list)
-    repeated = good = 0
+    found, repeated = list[Round](), 0
     before = machine_rates.measure(names, usual=False)
-    while good < given.rounds:
-        times = {place: seconds for kv in given.kv for place, seconds in timed(decoder, scheme(kv), given)}
+    while len(found) < given.rounds:
+        times = [each for kv in given.kv for each in timed(decoder, scheme(kv), given)]
         after = machine_rates.measure(names, usual=False)
         moved = abs(after.bandwidth.value / before.bandwidth.value - 1)
-        around, before = (before, after), after
+        done, before = Round(before, after, times), after
         if moved > MOVED and repeated < REPEATED:
             repeated += 1
             print(f"bandwidth moved by {moved:.0%}: the round is repeated", file=sys.stderr)
             continue
-        good += 1
-        print(f"{path.name}: round {good} of {given.rounds}", file=sys.stderr)
-        for kv in given.kv:
-            models = [StepModel(config, storage, scheme(kv), profile) for profile in around]
-            for place, seconds in times.items():
-                if place[1] == kv:
-                    found[place].append((seconds, statistics.mean(predicted(model, place) for model in models)))
-    return [row(path.name, place, values, repeated) for place, values in found.items()]
+        found.append(done)
+        print(f"{path.name}: round {len(found)} of {given.rounds}", file=sys.stderr)
+    return Rounds(found, repeated)
+
+
+def compared(path: Path, rounds: Rounds) -> list[dict[str, Any]]:
+    """Return a row for each KV format, batch and context of a model, and for each prompt."""
+    config, storage = stored(path)
+    found: dict[Place, list[tuple[float, float]]] = defaultdict(list)
+    for each in rounds.rounds:
+        for place, seconds in each.times:
+            models = [StepModel(config, storage, scheme(place[1]), profile) for profile in (each.before, each.after)]
+            found[place].append((seconds, statistics.mean(predicted(model, place) for model in models)))
+    return [row(path.name, place, values, rounds.repeated) for place, values in found.items()]
 
 
 def predicted(model: StepModel, place: Place) -> float:

@@ -55,6 +55,26 @@ def test_a_closed_loop_has_as_many_in_flight_as_clients(clients: int, honest: Fa
     assert len(done.sent) == 12
 
 
+def test_clients_that_begin_one_after_another_are_counted_from_their_second_request(honest: Fake) -> None:
+    load = schedule.closed(ASKS, 3, ramp=0.15)
+    done = send(load, honest)
+    assert len(honest.asked) == 12
+    assert [each.ask for each in done.sent] == list(load.asks[3:])
+    assert done.started == min(each.due for each in done.sent)
+    assert [ask.at for ask in load.asks[:4]] == pytest.approx([0.0, 0.05, 0.1, 0.0])
+
+
+def test_a_failed_request_is_told_though_it_is_not_counted(serve: Callable[[Behave], Fake]) -> None:
+    async def first(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        if body["prompt"][0] == 200:
+            writer.write(answer("429 Too Many Requests", b"full"))
+        else:
+            await well(body, writer)
+
+    done = send(schedule.closed(ASKS, 3, ramp=0.03), serve(first))
+    assert [each.answer.error for each in done.sent] == ["status 429"] + [None] * 9
+
+
 def test_a_failure_is_one_request_s_own(serve: Callable[[Behave], Fake]) -> None:
     async def some(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         if body["prompt"][0] % 2:

@@ -91,7 +91,8 @@ class Sent:
 
 @dataclass(slots=True)
 class Run:
-    """A sent load: its requests in the order of the load, without those past the time limit."""
+    """A sent load: its requests in the order of the load, without those past the time limit and those that are not
+    counted. Of the latter the failed ones are kept."""
 
     load: Load
     sent: list[Sent]
@@ -161,7 +162,10 @@ async def run(load: Load, target: Target, limit: float | None = None, progress: 
             await _closed(load, load.clients, started, limit, one)
     finally:
         heart.cancel()
-    kept = [each for each in sent if each is not None]
+    made = [(i, each) for i, each in enumerate(sent) if each is not None]
+    kept = [each for i, each in made if i >= load.warm or each.answer.error is not None]
+    if load.warm:
+        started = min((each.due for each in kept), default=started)
     ended = max((each.answer.ended for each in kept), default=started)
     return Run(load, kept, started, ended, lags, time.process_time() - cpu)
 
@@ -183,6 +187,7 @@ async def _closed(load: Load, clients: int, started: float, limit: float | None,
 
     async def client() -> None:
         for i in queue:
+            await asyncio.sleep(max(0.0, started + load.asks[i].at - time.perf_counter()))
             now = time.perf_counter()
             if limit is not None and now - started > limit:
                 break

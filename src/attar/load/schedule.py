@@ -24,6 +24,7 @@ class Load:
     asks: tuple[Ask, ...]
     clients: int | None = None  # None: open loop
     rate: float | None = None  # requested requests a second
+    warm: int = 0  # requests at the beginning that are not counted
 
     @property
     def label(self) -> str:
@@ -62,12 +63,19 @@ def as_recorded(asks: Sequence[Ask], rate: float | None = None) -> Load:
     return Load(tuple(replace(ask, at=ask.at * factor) for ask in asks), rate=rate)
 
 
-def closed(asks: Sequence[Ask], clients: int) -> Load:
-    """Return the requests for `clients` clients, in order, each sent as soon as a client is free. Raises ValueError
-    below one client."""
+def closed(asks: Sequence[Ask], clients: int, ramp: float | None = None) -> Load:
+    """Return the requests for `clients` clients, in order, each sent as soon as a client is free.
+
+    All clients begin at once. With `ramp` they begin evenly over so many seconds, and the first request of each is not
+    counted, so that no queue of the beginning is. Raises ValueError below one client.
+    """
     if clients < 1:
         raise UserError("option_out_of_range", f"a closed loop has at least one client, not {clients}")
-    return Load(tuple(replace(ask, at=0.0) for ask in asks), clients)
+    if ramp is None:
+        return Load(tuple(replace(ask, at=0.0) for ask in asks), clients)
+    begins = [ramp * number / clients for number in range(clients)] + [0.0] * max(0, len(asks) - clients)
+    timed = tuple(replace(ask, at=at) for ask, at in zip(asks, begins, strict=False))
+    return Load(timed, clients, warm=min(clients, len(asks)))
 
 
 def _check(rate: float) -> None:

@@ -56,6 +56,7 @@ class Options:
     ignore_eos: bool = True
     timeout: float = 600.0
     seconds: float | None = None  # of a run, after which nothing is sent
+    ramp: float | None = None  # of a closed loop (`schedule.closed`)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -77,7 +78,7 @@ def loads(options: Options) -> list[Load]:
         turned, timed = traces.shifted(asks, len(runs) * SHIFT), options.arrivals == "trace"
         runs.append(schedule.as_recorded(turned, rate) if timed else schedule.poisson(turned, rate, options.seed))
     for clients in options.clients:
-        runs.append(schedule.closed(traces.shifted(asks, len(runs) * SHIFT), clients))
+        runs.append(schedule.closed(traces.shifted(asks, len(runs) * SHIFT), clients, options.ramp))
     return runs or [schedule.as_recorded(asks)]
 
 

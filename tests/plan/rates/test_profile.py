@@ -86,6 +86,18 @@ def test_a_curve_lies_between_its_points(rows: list[int], at: float) -> None:
     assert all(curve.of(each) == seconds for each, seconds in zip(curve.rows, curve.seconds, strict=True))
 
 
+def test_narrow_blocks_have_times_of_their_own() -> None:
+    curve = ProductCurve(1.0, (1, 4), (1e-11, 2e-11), 0.0, (3e-11, 4e-11), (1000.0, 500.0))
+    for rows, outputs, expected in (
+        (1, 1000, 1e-11), (1, 2000, 1e-11), (1, 500, 3e-11), (1, 100, 3e-11), (1, 2000 / 3, 2e-11), (2.5, 500, 3.5e-11),
+    ):  # fmt: skip
+        assert curve.of(rows, outputs) == pytest.approx(expected)
+    assert curve.of(4) == 2e-11
+    for narrow, outputs in (((3e-11,), (2.0, 1.0)), ((3e-11, 4e-11), (1.0, 1.0)), ((3e-11, 0.0), (2.0, 1.0))):
+        with pytest.raises(ValueError, match=r"curve|seconds"):
+            ProductCurve(1.0, (1, 4), (1e-11, 2e-11), 0.0, narrow, outputs)
+
+
 def test_rates_age() -> None:
     assert not PROFILE.too_old(NOW)
     assert PROFILE.too_old(NOW + datetime.timedelta(days=VALID_DAYS + 1))

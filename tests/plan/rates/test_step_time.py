@@ -54,6 +54,18 @@ def test_rows_behind_the_first_cost_a_score_at_each_position() -> None:
     assert more == pytest.approx(expected, rel=NEAR)
 
 
+def test_a_narrow_model_takes_the_times_of_narrow_blocks() -> None:
+    known = PROFILE.products["w4g128"]
+    curve = replace(known, narrow=tuple(2 * each for each in known.seconds), outputs=(1500.0, 700.0))
+    rates = profile(products={**PROFILE.products, "w4g128": curve})
+    narrow, wide = shape("smollm2-135m"), CONFIG
+    for config, times in ((narrow, 2.0), (wide, 1.0)):
+        blocks = [
+            StepModel(config, W4, BF16, each).products(1, 0) for each in (PROFILE, rates)
+        ]  # no row has logits: the head is left out
+        assert blocks[1] / blocks[0] == pytest.approx(times, rel=0.03)
+
+
 @given(
     st.floats(0.1, 1.5), st.floats(0.05, 1.5), st.floats(0.1, 4.0),
 )  # fmt: skip

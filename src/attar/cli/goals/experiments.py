@@ -200,28 +200,31 @@ class Experiments:
         return Quality(max(0.0, kl.value), max(0.0, low), max(0.0, high), "measured", f"{found.tokens} tokens", top1)
 
     def load_seconds(self, of: Configuration) -> float:
-        """Return the least seconds of a load test."""
+        """Return the least seconds of a load test: two requests of each user, of which the first is not counted."""
         first, each = of.cells["ttft_p95"].value, of.cells["tpot_p95"].value
-        return self._start + max(LEAST_SECONDS, first + LEAST_ANSWER * each)
+        return self._start + max(LEAST_SECONDS, 2 * (first + LEAST_ANSWER * each))
 
     def load(self, of: Configuration, seconds: float, clock: Clock) -> Mapping[str, float]:
         """Serve a configuration to all users, or a trace, for about so many seconds.
 
-        Where an answer takes longer, it is cut to fit; the throughput is then that of whole answers at these latencies.
+        Users begin one after another, over the time of a request, and their first requests are not counted: as in the
+        prediction. Where two answers take longer, they are cut to fit. The throughput is that of whole answers at these
+        latencies.
         """
         from attar.load import policies, sweep
         from attar.load.traces import Synthetic
 
         work, first, each = self.question.workload, of.cells["ttft_p95"].value, of.cells["tpot_p95"].value
-        answer = min(work.answer, max(LEAST_ANSWER, int((seconds - first) / each)))
-        rounds = max(1, int(seconds / (first + answer * each)))
+        answer = min(work.answer, max(LEAST_ANSWER, int((seconds / 2 - first) / each)))
+        length = first + answer * each
+        rounds = max(2, int(seconds / length))
         begun, settings = time.monotonic(), report.settings(of, self.question)
         with policies.served(str(self.path(of.weights)), settings, max(1.0, clock.left)) as url:
             self._start = time.monotonic() - begun
             options = sweep.Options(
                 url, synthetic=Synthetic(work.prompt, answer), vocabulary=self.question.config.vocab_size,
                 clients=(work.users,), requests=min(MOST_REQUESTS, rounds * work.users), seconds=seconds,
-                timeout=max(1.0, clock.left),
+                timeout=max(1.0, clock.left), ramp=length,
             )  # fmt: skip
             if work.trace:
                 options = replace(
@@ -230,12 +233,12 @@ class Experiments:
             measured = sweep.bench_serve(options, self.progress)
         if (wrong := sweep.failure(measured)) is not None:
             raise UserError("request_refused", f"a load test failed: {wrong}")
-        return _quantities(measured["runs"][0], work.users if answer < work.answer else None, work.answer)
+        return _quantities(measured["runs"][0], None if work.trace else work.users, work.answer)
 
 
 def _quantities(run: Mapping[str, Any], users: int | None, answer: int) -> dict[str, float]:
-    """Return a run's quantities by the labels of goals. With `users`, answers were cut: their throughput is computed
-    for answers of `answer` tokens."""
+    """Return a run's quantities by the labels of goals. The throughput of `users` users is that of answers of `answer`
+    tokens at the mean latencies, since measured ones may be shorter (Little: users over the time of a request)."""
     found = {
         f"{name}_{quantile}": float(run[name][quantile])
         for name in ("ttft", "tpot") if run[name] is not None for quantile in ("p50", "p95", "p99")

@@ -72,6 +72,7 @@ def _shape(hidden: int, width: int, layers: int, heads: int, kv_heads: int) -> M
 
 WIDE = _shape(1024, 4096, LAYERS, 16, 4)
 DEEP = _shape(512, 1536, 28, 8, 4)
+WIDE_WEIGHTS = 16 << 20  # weights of enough blocks to time products of many rows
 
 
 def measure(schemes: Iterable[str] = (), tell: Told = lambda _: None, usual: bool = True) -> MachineProfile:
@@ -152,23 +153,40 @@ def product_curve(name: str, seconds: float = SECONDS / 10) -> ProductCurve:
     """Measure products with weights of one scheme, by its short name or `bf16`, for about so many seconds. Raises
     UserError for an unknown scheme, and where no kernel multiplies by it."""
     since = time.perf_counter()
-    layers = _linears(name)
-    weights = sum(each.shape[0] * each.shape[1] for each in layers[0])
-    read = _read_bytes(layers[0]) / weights
-    steps = {rows: (_recorded(layers if rows < LARGE else layers[:1], rows), rows) for rows in ROWS}
-    found: dict[int, list[float]] = {rows: [] for rows in ROWS}
+    wide, narrow = _linears(name, WIDE, READ), _linears(name, DEEP, READ // 4)
+    steps = [_Products(layers, rows) for layers in (wide, narrow) for rows in ROWS]
     for number in range(MOST_ROUNDS):
         begun = time.perf_counter()
-        for recording, rows in steps.values():
-            count = len(layers) if rows < LARGE else 1
-            spent = _timed(recording.replay)
-            if number:  # the first is a warm-up
-                found[rows].append(spent / (count * weights))
+        for step in steps:
+            step.time(number > 0)  # the first is a warm-up
         now = time.perf_counter()
         if number >= ROUNDS and now + (now - begun) > since + seconds:
             break
-    rates = [rate(each) for each in found.values()]
-    return ProductCurve(read, ROWS, tuple(each.value for each in rates), statistics.median(r.spread for r in rates))
+    rates = [rate(step.seconds) for step in steps]
+    found = tuple(each.value for each in rates)
+    read = _read_bytes(wide[0]) / _weights(wide[0])
+    outputs = tuple(_weights(block) / sum(each.shape[1] for each in block) for block in (wide[0], narrow[0]))
+    spread = statistics.median(each.spread for each in rates)
+    return ProductCurve(read, ROWS, found[: len(ROWS)], spread, found[len(ROWS) :], (outputs[0], outputs[1]))
+
+
+class _Products:
+    """Products of `rows` rows with some blocks, recorded, and the seconds that they took over their weights."""
+
+    def __init__(self, layers: Sequence[Sequence[Linear]], rows: int) -> None:
+        used = layers if rows < LARGE else layers[: max(1, WIDE_WEIGHTS // _weights(layers[0]))]
+        self._recording, self._count = _recorded(used, rows), sum(map(_weights, used))
+        self.seconds: list[float] = []
+
+    def time(self, kept: bool) -> None:
+        """Run them once."""
+        spent = _timed(self._recording.replay)
+        if kept:
+            self.seconds.append(spent / self._count)
+
+
+def _weights(block: Iterable[Linear]) -> int:
+    return sum(each.shape[0] * each.shape[1] for each in block)
 
 
 def _recorded(layers: Sequence[Sequence[Linear]], rows: int) -> extension.Recording:
@@ -182,15 +200,15 @@ def _recorded(layers: Sequence[Sequence[Linear]], rows: int) -> extension.Record
     return recording
 
 
-def _linears(name: str) -> list[list[Linear]]:
-    """Return the linear layers of some blocks with random weights, laid out for the kernels: `READ` bytes or more, so
+def _linears(name: str, config: ModelConfig, least: int) -> list[list[Linear]]:
+    """Return the linear layers of some blocks with random weights, laid out for the kernels: `least` bytes or more, so
     that they are read from where a served model's are."""
-    weights, made, store_of = RandomWeights(WIDE, name, "bf16"), list[list[Linear]](), _store()
-    names = WIDE.names
+    weights, made, store_of = RandomWeights(config, name, "bf16"), list[list[Linear]](), _store()
+    names = config.names
     inside = (*names.qkv, names.output, *names.gate_up, names.down)
     sources = [[weights.linear(f"{names.layer.format(i=layer)}.{each}") for each in inside] for layer in range(LAYERS)]
     read = 0
-    while read < READ:
+    while read < least:
         block = [Linear(each.name, each.weight, each.bias) for each in sources[len(made) % LAYERS]]
         for each in block:
             store_of.take(each)

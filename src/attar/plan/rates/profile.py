@@ -12,8 +12,9 @@ spread is half the range of the repeated measurements, over their median. Torch-
     int8        {"value": operations, ...} of four-byte dot products; a product and a sum are two operations
     tile        the same of AMX tiles, or null
     bf16        the same of products with bfloat16 weights, in float32
-    products    {scheme: {"bytes", "rows": [...], "seconds": [...], "spread"}}: seconds of a product of so many rows,
-                and the bytes that it reads, both divided by the number of weights. bf16 stands for dense weights
+    products    {scheme: {"bytes", "rows": [...], "seconds": [...], "spread", "narrow": [...], "outputs"}}: seconds of
+                a product of so many rows, and the bytes that it reads, both divided by the number of weights. bf16
+                stands for dense weights. See `ProductCurve`
     attention   {KV scheme: {"groups": [...], "seconds": [...], "prefill_score", "spread"}}, see `AttentionCost`
     overheads   {"step", "layer", "element", "logit"}, see `Overheads`
     bf16_tiles  {"value": operations, ...} of products in bfloat16 of 128 rows, where the processor has tiles, or null
@@ -84,37 +85,53 @@ class Rate:
 class ProductCurve:
     """Seconds of a product over the number of its weights, by the number of rows multiplied at once.
 
-    bytes: those read of a weight, over the number of weights.
+    bytes: those read of a weight, over the number of weights. seconds: in wide blocks. narrow: in narrow ones, where
+    rounding the inputs and starting the threads are a larger part; () where they were not measured. outputs: of a
+    matrix of wide and of narrow blocks, on average over input columns.
     """
 
     bytes: float
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
     spread: float = 0.0
+    narrow: tuple[float, ...] = ()
+    outputs: tuple[float, float] = (2.0, 1.0)
 
     def __post_init__(self) -> None:
         _check("bytes", self.bytes)
         _check("a spread", self.spread, zero=True)
         if not 1 <= len(self.rows) <= MOST_POINTS or len(self.rows) != len(self.seconds):
             raise ValueError(f"a curve has 1 to {MOST_POINTS} rows, and seconds for each")
+        if len(self.narrow) not in (0, len(self.rows)) or not 0 < self.outputs[1] < self.outputs[0] < math.inf:
+            raise ValueError("a curve of narrow blocks has seconds for each number of rows, and fewer outputs")
         if self.rows[0] < 1 or any(a >= b for a, b in zip(self.rows, self.rows[1:], strict=False)):
             raise ValueError("rows of a curve rise from 1 or more")
-        for each in self.seconds:
+        for each in (*self.seconds, *self.narrow):
             _check("seconds", each)
 
-    def of(self, rows: float) -> float:
-        """Return the seconds of a product of `rows` rows, over its weights.
+    def of(self, rows: float, outputs: float = math.inf) -> float:
+        """Return the seconds of a product of `rows` rows, over its weights, of which each input column has so many.
 
-        Between measured numbers it is interpolated, beyond the last one proportional to rows.
+        Between measured numbers of rows it is interpolated, beyond the last one proportional to rows. Between narrow
+        and wide blocks it is interpolated by 1 / outputs; outside of them the nearer one holds.
         """
-        at = bisect_left(self.rows, rows)
-        if at == len(self.rows):
-            return self.seconds[-1] * rows / self.rows[-1]
-        if at == 0 or self.rows[at] == rows:
-            return self.seconds[at]
-        low, high = self.rows[at - 1], self.rows[at]
-        part = (rows - low) / (high - low)
-        return self.seconds[at - 1] * (1 - part) + self.seconds[at] * part
+        wide = _between(self.rows, self.seconds, rows)
+        if not self.narrow or outputs >= self.outputs[0]:
+            return wide
+        low, high = 1 / self.outputs[0], 1 / self.outputs[1]
+        part = min(1.0, (1 / outputs - low) / (high - low))
+        return wide * (1 - part) + _between(self.rows, self.narrow, rows) * part
+
+
+def _between(known: tuple[int, ...], seconds: tuple[float, ...], rows: float) -> float:
+    at = bisect_left(known, rows)
+    if at == len(known):
+        return seconds[-1] * rows / known[-1]
+    if at == 0 or known[at] == rows:
+        return seconds[at]
+    low, high = known[at - 1], known[at]
+    part = (rows - low) / (high - low)
+    return seconds[at - 1] * (1 - part) + seconds[at] * part
 
 
 @dataclass(frozen=True, slots=True)

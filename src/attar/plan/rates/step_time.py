@@ -1,7 +1,7 @@
 """Time of one step by a machine profile: read plus compute, with fitted efficiencies.
 
     step    = products + attention + overhead
-    product = weights * T(rows), with the measured curve T of the weights' scheme
+    product = weights * T(rows), with the measured curve T of the weights' scheme, in wide and in narrow blocks
     T(rows) = bytes / (bandwidth * read efficiency) + 2 * rows / (rate * compute efficiency), where none is measured
 
 Reading and computing add, because kernels of a step overlap them little: the larger of both alone was off by a factor
@@ -139,7 +139,7 @@ class StepModel:
 
     def __init__(self, config: ModelConfig, storage: Storage, kv: KvScheme, profile: MachineProfile) -> None:
         self.config, self.profile = config, profile
-        sizes: dict[tuple[str, float, bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        sizes: dict[tuple[str, float, bool], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
         schemes: dict[str, Scheme | None] = {}
         for each, count in costs.counted(config, storage):
             scheme = storage.of(each)
@@ -148,6 +148,7 @@ class StepModel:
             found = sizes[name, each.active, each.part == "head"]
             found[0] += count * each.rows * each.columns
             found[1] += count * _read_bytes(each, scheme, storage, profile)
+            found[2] += count * each.columns
         self._sizes = dict(sizes)
         self._curves = {name: profile.products.get(name) for name in schemes}
         self._efficiencies = {
@@ -196,14 +197,14 @@ class StepModel:
         if (known := self._known.get((rows, samples))) is not None:
             return known
         total = 0.0
-        for (name, active, head), (weights, read) in self._sizes.items():
+        for (name, active, head), (weights, read, columns) in self._sizes.items():
             many = samples if head else rows
             if not many:
                 continue
             reached = 1.0 if active == 1.0 else 1.0 - (1.0 - active) ** many
             each = many if active == 1.0 else max(1.0, many * active / reached)
             if (curve := self._curves[name]) is not None:
-                seconds = curve.of(each)
+                seconds = curve.of(each, weights / columns)
             else:
                 efficiency, rate = self._efficiencies[name]
                 seconds = efficiency.seconds(read / weights, each, self.profile.bandwidth.value, rate)
