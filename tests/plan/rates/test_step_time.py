@@ -54,6 +54,13 @@ def test_rows_behind_the_first_cost_a_score_at_each_position() -> None:
     assert more == pytest.approx(expected, rel=NEAR)
 
 
+def test_a_step_with_rows_of_a_prompt_is_not_recorded() -> None:
+    rates = profile(overheads=replace(PROFILE.overheads, prompt=1e-3))
+    before, after = (StepModel(CONFIG, W4, BF16, each) for each in (PROFILE, rates))
+    for chunks, more in (([(5, 1, 1)], 0.0), ([(5, 4, 4)], 0.0), ([(5, 1, 1), (0, 8, 1)], 1e-3 * CONFIG.layers)):
+        assert after.of(chunks).total - before.of(chunks).total == pytest.approx(more)
+
+
 def test_a_narrow_model_takes_the_times_of_narrow_blocks() -> None:
     known = PROFILE.products["w4g128"]
     curve = replace(known, narrow=tuple(2 * each for each in known.seconds), outputs=(1500.0, 700.0))

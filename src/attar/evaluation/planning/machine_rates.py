@@ -28,7 +28,7 @@ from attar.kernels.native import extension, limits
 from attar.kernels.operands import AttentionForm, Linear, Prepared
 from attar.kv.schemes import SCHEMES, KvScheme
 from attar.model import assembly
-from attar.model.cache import KVCache
+from attar.model.cache import ForwardBatch, KVCache
 from attar.model.config import ModelConfig
 from attar.model.decoder import Decoder
 from attar.model.families import read_config
@@ -280,20 +280,35 @@ def overheads() -> Overheads:
     """Measure what a decode step takes beside products and attention, on two models of different depth and width.
 
     Calls of a recorded step are timed one by one. Norms, roundings and writes of the cache give the parts of a layer,
-    by least squares without negative parts. Time outside of all calls is that of the step itself.
+    by least squares without negative parts. Time outside of all calls is that of the step itself, and per layer of the
+    deeper model that of a step with rows of a prompt.
     """
     rows, beside, outside = list[tuple[float, float]](), list[float](), list[float]()
-    for config in (WIDE, DEEP):
-        decoder = assembly.build(config, RandomWeights(config, "w4g128", "bf16"), None, _store())
+    decoders = [assembly.build(each, RandomWeights(each, "w4g128", "bf16"), None, _store()) for each in (WIDE, DEEP)]
+    for decoder in decoders:
+        config = decoder.config
         for count in STEP_ROWS:
             calls, python = _beside(decoder, count)
             rows.append((config.layers, config.layers * count * config.hidden))
             beside.append(calls)
             outside.append(python)
+    prompt = _python(decoders[-1], STEP_ROWS[-1]) / DEEP.layers
     layer, element = _non_negative(np.array(rows), np.array(beside))
     logits = torch.randn(1, VOCABULARY)
     chosen = statistics.median(_timed(lambda: ops.argmax(logits)) for _ in range(ROUNDS))
-    return Overheads(statistics.median(outside), layer, element, chosen / VOCABULARY)
+    return Overheads(statistics.median(outside), layer, element, chosen / VOCABULARY, prompt)
+
+
+@torch.inference_mode()
+def _python(decoder: Decoder, rows: int) -> float:
+    """Return the median seconds outside of all calls of a step with rows of a prompt."""
+    tokens, found = torch.ones(rows, dtype=torch.int64), list[float]()
+    for _ in range(2 * ROUNDS):
+        cache = decoder.cache(rows, 1, SCHEMES["float32"])
+        batch, last, before = ForwardBatch((rows,), rows, cache), torch.tensor([rows - 1]), extension.busy_seconds()
+        spent = _timed(lambda: decoder.forward(tokens, batch, last))  # noqa: B023
+        found.append(spent - (extension.busy_seconds() - before))
+    return statistics.median(found[1:])
 
 
 @torch.inference_mode()
@@ -363,7 +378,8 @@ def to_text(profile: MachineProfile) -> str:
     beside = profile.overheads
     lines.append(
         f"{'beside':<12}{1e6 * beside.step:.0f} us a step, {1e6 * beside.layer:.1f} us a layer, "
-        f"{1e12 * beside.element:.1f} ns for 1,000 numbers of a row and layer"
+        f"{1e12 * beside.element:.1f} ns for 1,000 numbers of a row and layer, "
+        f"{1e6 * beside.prompt:.0f} us more a layer with rows of prompts"
     )
     lines.append(f"{profile.key.machine}; {profile.isa}, {profile.key.threads} threads; {profile.seconds:.0f} s")
     return "\n".join(lines)

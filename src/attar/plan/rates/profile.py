@@ -16,7 +16,7 @@ spread is half the range of the repeated measurements, over their median. Torch-
                 a product of so many rows, and the bytes that it reads, both divided by the number of weights. bf16
                 stands for dense weights. See `ProductCurve`
     attention   {KV scheme: {"groups": [...], "seconds": [...], "prefill_score", "spread"}}, see `AttentionCost`
-    overheads   {"step", "layer", "element", "logit"}, see `Overheads`
+    overheads   {"step", "layer", "element", "logit", "prompt"}, see `Overheads`
     bf16_tiles  {"value": operations, ...} of products in bfloat16 of 128 rows, where the processor has tiles, or null
 """
 
@@ -178,16 +178,17 @@ class Overheads:
     """Seconds of a step beside products and attention.
 
     step: once. layer: once a layer. element: for each row, layer and number of the hidden state. logit: for each row
-    and entry of the vocabulary.
+    and entry of the vocabulary. prompt: once a layer of a step with rows of prompts, which is not recorded.
     """
 
     step: float
     layer: float
     element: float
     logit: float
+    prompt: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("step", "layer", "element", "logit"):
+        for name in ("step", "layer", "element", "logit", "prompt"):
             _check(name, getattr(self, name), zero=True)
 
 

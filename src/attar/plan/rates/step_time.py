@@ -10,7 +10,8 @@ integer weights, and weights whose activations are rounded too. A scheme without
 
 Attention reads every stored key and value number of a sequence once a step, at a cost that depends on how many query
 heads share it. Each further row of a sequence costs a score for each query head and visible position. Overhead is what
-a step takes beside both: norms, roundings, activations, and the choice of tokens. Torch-free.
+a step takes beside both: norms, roundings, activations, the choice of tokens, and Python where rows of prompts keep it
+from being recorded. Torch-free.
 """
 
 from __future__ import annotations
@@ -215,12 +216,12 @@ class StepModel:
 
     def of(self, chunks: Iterable[Chunk]) -> StepSeconds:
         """Return the seconds of a step of these rows: (position of the first, number, how many have logits)."""
-        total = samples = 0
+        total, samples, prompts = 0, 0, False
         attention, attended = 0.0, self.full_attention if self._own_attention is None else self._attended
         for start, rows, sampled in chunks:
-            total, samples = total + rows, samples + sampled
+            total, samples, prompts = total + rows, samples + sampled, prompts or sampled < rows
             attention += attended(start, rows)
-        return self._step(total, samples, attention)
+        return self._step(total, samples, attention, prompts)
 
     def with_attention(self, seconds: Callable[[StepModel, int, int], float]) -> StepModel:
         """Return the same model whose attention takes `seconds(model, start, rows)` for each chunk."""
@@ -247,9 +248,10 @@ class StepModel:
             seconds += layers * further * c.heads * c.head_dim * score
         return seconds
 
-    def _step(self, rows: int, samples: int, attention: float) -> StepSeconds:
+    def _step(self, rows: int, samples: int, attention: float, prompts: bool = False) -> StepSeconds:
         c, beside = self.config, self.profile.overheads
         overhead = beside.step + c.layers * (beside.layer + beside.element * rows * c.hidden)
+        overhead += c.layers * beside.prompt * prompts
         return StepSeconds(self.products(rows, samples), attention, overhead + beside.logit * samples * c.vocab_size)
 
     def decode(self, users: int = 1, context: int = 1, rows: int = 1) -> StepSeconds:
