@@ -62,15 +62,13 @@ def test_a_step_with_rows_of_a_prompt_is_not_recorded() -> None:
 
 
 def test_a_narrow_model_takes_the_times_of_narrow_blocks() -> None:
-    known = PROFILE.products["w4g128"]
+    known = PROFILE.products["w8a8"]
     curve = replace(known, narrow=tuple(2 * each for each in known.seconds), outputs=(1500.0, 700.0))
-    rates = profile(products={**PROFILE.products, "w4g128": curve})
-    narrow, wide = shape("smollm2-135m"), CONFIG
-    for config, times in ((narrow, 2.0), (wide, 1.0)):
-        blocks = [
-            StepModel(config, W4, BF16, each).products(1, 0) for each in (PROFILE, rates)
-        ]  # no row has logits: the head is left out
-        assert blocks[1] / blocks[0] == pytest.approx(times, rel=0.03)
+    rates = profile(products={**PROFILE.products, "w8a8": curve})
+    for config, times in ((shape("smollm2-135m"), 2.0), (CONFIG, 1.0)):
+        models = [StepModel(config, Storage.named("w8a8"), BF16, each) for each in (PROFILE, rates)]
+        before, after = (model.products(1, 0) for model in models)  # no row has logits: the head is left out
+        assert after / before == pytest.approx(times, rel=0.03)
 
 
 @given(
