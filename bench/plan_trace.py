@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from attar.plan.goals.halving import Clock
 from attar.plan.goals.search import Configuration, search
 from attar.protocol.settings import Settings
 
+BEGIN = datetime(2023, 11, 16)
 GOAL = "ttft<=60min"  # any that is met: nothing is chosen here
 
 
@@ -48,14 +50,14 @@ def main() -> int:
     asks = traces.read(given.trace, given.requests, given.divisor)
     with tempfile.TemporaryDirectory() as folder:
         burst = one(asks, 0.0, Path(folder) / "burst.csv", given)
-        capacity = statistics.median(burst(number)["tokens_per_second"] for number in range(given.rounds))
+        capacity = statistics.median(burst.once()["tokens_per_second"] for _ in range(given.rounds))
         rate = capacity / statistics.mean(each.output for each in asks)
         runs = {share: one(asks, 1 / (share * rate), Path(folder) / f"{share}.csv", given) for share in given.shares}
         found: dict[float, list[Mapping[str, float]]] = {share: [] for share in given.shares}
         for number in range(given.rounds):
             for share, run in runs.items():
                 print(f"round {number + 1} of {given.rounds}: {share:.0%} of {rate:.2f} requests/s", file=sys.stderr)
-                found[share].append(run(number))
+                found[share].append(run.once())
     rows = [row(share, runs[share].predicted, found[share]) for share in given.shares]
     for each in rows:
         print(f"{each['share']:.0%}: " + "; ".join(each["text"]))
@@ -67,11 +69,11 @@ class Run:
     """Load tests of one trace file, and what the plan predicts of them."""
 
     def __init__(self, predicted: Configuration, lab: Experiments) -> None:
-        self.predicted, self.lab = predicted, lab
+        self.predicted, self._lab = predicted, lab
 
-    def __call__(self, number: int) -> Mapping[str, float]:
-        """Run the trace once."""
-        return self.lab.load(self.predicted, FOREVER, Clock(FOREVER))
+    def once(self) -> Mapping[str, float]:
+        """Send the trace."""
+        return self._lab.load(self.predicted, FOREVER, Clock(FOREVER))
 
 
 def one(asks: Sequence[Ask], every: float, file: Path, given: argparse.Namespace) -> Run:
@@ -80,8 +82,8 @@ def one(asks: Sequence[Ask], every: float, file: Path, given: argparse.Namespace
     stretched = every * len(asks) / length if length else 0.0
     lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
     for each in asks:
-        at = each.at * stretched
-        lines.append(f"2023-11-16 00:{int(at // 60):02}:{at % 60:09.6f},{len(each.prompt)},{each.output}")
+        at = BEGIN + timedelta(seconds=each.at * stretched)
+        lines.append(f"{at:%Y-%m-%d %H:%M:%S.%f},{len(each.prompt)},{each.output}")
     file.write_text("\n".join(lines) + "\n")
     config = GoalOptions(
         goal=GOAL, scenario=None, name=given.model, shape=None, users=given.users, context=None, prompt=None,

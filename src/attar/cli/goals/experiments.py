@@ -32,7 +32,7 @@ SUFFIX = ".plan"  # of the folder beside an output
 REFERENCE = 4.0  # how many times as long a prompt takes in float32 by the reference, as a first guess
 START = 10.0  # seconds that a server takes to start, as a first guess
 LEAST_ANSWER = 8  # tokens of an answer that is cut to fit the time
-MOST_REQUESTS = 1000  # of one load test
+MOST_REQUESTS = 1000  # of one load test, but two of each user
 MOST_KEPT, DAY = 4, 86400.0  # folders of plans without an output; seconds
 CONTEXT = 2048  # tokens of a window, at most
 
@@ -217,13 +217,14 @@ class Experiments:
         work, first, each = self.question.workload, of.cells["ttft_p95"].value, of.cells["tpot_p95"].value
         answer = min(work.answer, max(LEAST_ANSWER, int((seconds / 2 - first) / each)))
         length = first + answer * each
-        rounds = max(2, int(seconds / length))
+        users = work.users
+        requests = max(2 * users, min(MOST_REQUESTS, int(seconds / length) * users))
         begun, settings = time.monotonic(), report.settings(of, self.question)
         with policies.served(str(self.path(of.weights)), settings, max(1.0, clock.left)) as url:
             self._start = time.monotonic() - begun
             options = sweep.Options(
                 url, synthetic=Synthetic(work.prompt, answer), vocabulary=self.question.config.vocab_size,
-                clients=(work.users,), requests=min(MOST_REQUESTS, rounds * work.users), seconds=seconds,
+                clients=(users,), requests=requests, seconds=seconds,
                 timeout=max(1.0, clock.left), ramp=length,
             )  # fmt: skip
             if work.trace:
@@ -233,7 +234,7 @@ class Experiments:
             measured = sweep.bench_serve(options, self.progress)
         if (wrong := sweep.failure(measured)) is not None:
             raise UserError("request_refused", f"a load test failed: {wrong}")
-        return _quantities(measured["runs"][0], None if work.trace else work.users, work.answer)
+        return _quantities(measured["runs"][0], None if work.trace else users, work.answer)
 
 
 def _quantities(run: Mapping[str, Any], users: int | None, answer: int) -> dict[str, float]:

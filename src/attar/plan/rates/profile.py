@@ -124,13 +124,16 @@ class ProductCurve:
 
 
 def _between(known: tuple[int, ...], seconds: tuple[float, ...], rows: float) -> float:
-    at = bisect_left(known, rows)
-    if at == len(known):
+    if rows > known[-1]:
         return seconds[-1] * rows / known[-1]
-    if at == 0 or known[at] == rows:
-        return seconds[at]
+    return seconds[0] if rows <= known[0] else _on_line(known, seconds, rows)
+
+
+def _on_line(known: tuple[int, ...], seconds: tuple[float, ...], x: float) -> float:
+    """Return the seconds at x on the line through the two nearest known points."""
+    at = min(max(bisect_left(known, x), 1), len(known) - 1)
     low, high = known[at - 1], known[at]
-    part = (rows - low) / (high - low)
+    part = (x - low) / (high - low)
     return seconds[at - 1] * (1 - part) + seconds[at] * part
 
 
@@ -167,10 +170,7 @@ class AttentionCost:
     def stored(self, group: float) -> float:
         """Return the seconds of a stored number where so many query heads share a KV head, on a line through the two
         nearest measured groups."""
-        at = min(max(bisect_left(self.groups, group), 1), len(self.groups) - 1)
-        low, high = self.groups[at - 1], self.groups[at]
-        part = (group - low) / (high - low)
-        return self.seconds[at - 1] * (1 - part) + self.seconds[at] * part
+        return _on_line(self.groups, self.seconds, group)
 
 
 @dataclass(frozen=True, slots=True)
