@@ -43,7 +43,8 @@ help:
 	@echo "make real-models       SCRIPT=FILE: fetch the real models that tests and benches read; without SCRIPT, list them"
 	@echo "make bench-real        TABLE=NAME: print a table of figures on the real models; without TABLE, list them"
 	@echo "make docs              build the documentation site into build/manual/site, and check it (.venv-docs)"
-	@echo "make wheel             build an sdist, a wheel and an abi3 wheel into dist/, and try them (STABLE=PYTHON; .venv-wheel)"
+	@echo "make wheel             build an sdist, a wheel and an abi3 wheel into dist/, and try them (STABLE=PYTHON,"
+	@echo "                       SYSROOT=FOLDER; .venv-wheel)"
 	@echo "make clean             remove all .venv folders, built peers, build folders and caches"
 
 demo: $(VENV)/.installed-toy
@@ -81,7 +82,7 @@ docs: $(VENV)/.installed .venv-docs/.installed
 
 # Each wheel compiles the kernels from the source archive, and torch is installed anew to try it: some ten minutes.
 wheel: .venv-wheel/.installed
-	@.venv-wheel/bin/python tools/wheel.py --python $(PYTHON) $(if $(STABLE),--stable $(STABLE))
+	@.venv-wheel/bin/python tools/wheel.py --python $(PYTHON) $(if $(STABLE),--stable $(STABLE)) $(if $(SYSROOT),--sysroot $(SYSROOT))
 
 .venv-wheel/.installed: tools/wheel.txt
 	@$(PYTHON) -m venv --clear .venv-wheel

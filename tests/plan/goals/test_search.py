@@ -53,6 +53,10 @@ def test_the_answer_is_that_of_an_exhaustive_look(kl: float, tpot: float, megaby
         sure = [each for each in meeting if not each.assumed] or meeting
         fastest = max(each.cells["tokens_per_second"].value for each in sure)
         assert answer.best.cells["tokens_per_second"].value >= fastest / (1 + search.SEPARATE)
+        own = {name: answer.best.cells[name].value for name in ("kl", "memory", "tokens_per_second")}
+        for each in sure:
+            within = all(each.cells[name].value <= own[name] for name in ("kl", "memory"))
+            assert not within or each.cells["tokens_per_second"].value <= own["tokens_per_second"]
     else:
         least = min(max(each.excess(asked.goals).values()) for each in answer.all if each.fits)
         assert max(answer.nearest.excess(asked.goals).values()) == least

@@ -33,7 +33,7 @@ from attar.plan.steps import StepLimits
 from attar.plan.vision import EncodingTime
 from attar.protocol.scheduler_config import PRESETS
 
-SEPARATE = 0.02  # relative difference of two times that counts, at least
+SEPARATE = 0.02  # relative difference of two values that counts, at least
 ROWS = tuple(dict.fromkeys((512, *(each.max_step_tokens for each in PRESETS.values()))))
 """Rows of a step, by default and of the scheduler's presets: large steps make prompts cheap, small ones keep gaps
 between tokens even."""
@@ -304,13 +304,20 @@ def _latencies(model: StepModel | Changed, work: Workload, limits: StepLimits, t
 
 
 def _best(meeting: Sequence[Configuration], goals: Sequence[Goal]) -> Configuration | None:
-    """Return the best of the configurations that meet all goals."""
+    """Return the best of the configurations that meet all goals.
+
+    With a goal on quality that is the fastest. Where others are as fast, the divergence decides, then the memory, then
+    the speed after all. Without such a goal it is the least divergence. Differences within SEPARATE do not count.
+    """
     if not meeting:
         return None
     if any(goal.name in ("kl", "top1") for goal in goals):
         fastest = max(each.cells["tokens_per_second"].value for each in meeting)
         near = [each for each in meeting if each.cells["tokens_per_second"].value * (1 + SEPARATE) >= fastest]
-        return min(near, key=lambda each: (each.cells["kl"].value, each.cells["memory"].value, -each.rows))
+        for name in ("kl", "memory"):
+            least = min(each.cells[name].value for each in near)
+            near = [each for each in near if each.cells[name].value <= least * (1 + SEPARATE)]
+        return max(near, key=lambda each: (each.cells["tokens_per_second"].value, each.rows))
     least = min(each.cells["kl"].value for each in meeting)
     near = [each for each in meeting if each.cells["kl"].value <= least * (1 + SEPARATE)]
     return max(near, key=lambda each: (each.cells["tokens_per_second"].value, each.rows))
