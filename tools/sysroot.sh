@@ -9,7 +9,7 @@ if [ -e "$out" ]; then
   echo "$out exists: remove it, or name another folder" >&2
   exit 2
 fi
-mirror="$(apt-get indextargets --format '$(REPO_URI)' 'Origin: Debian' 'Created-By: Packages' | head -1)"
+mirror="$(apt-get indextargets --format '$(REPO_URI)' 'Origin: Debian' 'Label: Debian' 'Created-By: Packages' | sed -n 1p)"
 if [ -z "$mirror" ]; then
   echo "apt knows no mirror of Debian: run this on a Debian system, after apt-get update" >&2
   exit 2
@@ -17,7 +17,6 @@ fi
 
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
-chmod 755 "$work"  # apt fetches as a user of its own
 mkdir -p "$work"/{lists/partial,cache/archives/partial,packages,root}
 echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror $release main" > "$work/sources.list"
 options=(-qq -o "Dir::Etc::SourceList=$work/sources.list" -o Dir::Etc::SourceParts=- -o "Dir::State::Lists=$work/lists"

@@ -7,7 +7,7 @@ one measurement span `FACTOR`. The middle of a range is the geometric mean of it
 never what a model has: `attar eval --against` measures that.
 
 KL divergences of weights and KV formats add: 16 sums were within 6.2 % of the measured pairs. Those with `klt4` were
-within 19 %, because its bases are found anew for each output (`bench/plan_pairs.py`). Torch-free.
+within 19 %: its bases are found anew for each output (`bench/plan_pairs.py`). Torch-free.
 """
 
 from __future__ import annotations
