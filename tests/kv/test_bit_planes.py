@@ -20,6 +20,8 @@ HEADS, SIZE = 2, 32
 INVERSE = 1e-4  # of numbers around 1: two products by matrices of moderate condition
 SCALE = 2**-7  # of a scale in bfloat16, and of what it scales
 for_both = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])  # that scales are stored in
+NEARLY_BEST = 1.15  # error of the scale that is found, over that of the best one, on average
+LOST = 0.03  # squared error more than with the best one, over the square of the numbers
 ROUNDING = 1e-3  # of outputs, relative: sums in another order, and 16-bit numbers
 
 
@@ -92,6 +94,26 @@ def test_normal_numbers_lose_what_lloyd_says(bits: int, dtype: torch.dtype) -> N
     levels = torch.tensor([*(-x for x in reversed(LEVELS[bits])), *LEVELS[bits]])
     for i in range(-127, 128):
         assert (levels[int(nearest[bits, i + 127])] - i).abs() == (levels - i).abs().min()
+
+
+@pytest.mark.parametrize("size", [16, 64, 128, 256])
+@pytest.mark.parametrize("bits", [2, 4, 6])
+def test_a_coordinate_that_is_most_of_its_token_is_kept(bits: int, size: int) -> None:
+    """Keys of attention sinks are like that. Of all scales that a byte can be, nearly the best is found."""
+    one = torch.eye(size)[None]
+    turn = Basis(one, one, torch.zeros(1, size), torch.ones(1, size), ((bits,) * (size // 8),))
+    y = randn(256, 1, size, seed=size) * torch.logspace(-1, 2, 256)[:, None, None]
+    y[:, 0, 5] *= torch.logspace(0, 3, 256)[torch.randperm(256, generator=torch.Generator().manual_seed(bits))]
+    codes, scales = bit_planes.quantize(y, turn, torch.uint8)
+    found = (bit_planes.dequantize(codes, scales, turn) - y).square().sum((1, 2))
+    levels, nearest = bit_planes.tables()
+    best = torch.full_like(found, math.inf)
+    for scale in bit_planes.widen(torch.arange(1, 248).to(torch.uint8)):
+        at = (y * (1 / scale)).clamp(-127, 127).round().long() + 127
+        error = (y - scale * levels[bits][nearest[bits][at].long()]).square().sum((1, 2))
+        best = torch.minimum(best, error)
+    assert float((found / best).mean()) <= NEARLY_BEST
+    assert float(((found - best) / y.square().sum((1, 2))).max()) <= LOST
 
 
 def test_a_byte_is_the_upper_half_of_a_float16() -> None:

@@ -246,8 +246,8 @@ static void candidate(float length, int i, UpperHalf* scale) {
     scale->bits = static_cast<std::uint8_t>(half >= INFINITE || found > INFINITE ? INFINITE : found < 0 ? 0 : found);
 }
 
-// Coordinates y [size] of one head to codes, by the best of TRIED scales, which is returned; NaN where y is not finite,
-// or so large that no scale has an error that is.
+// Coordinates y [size] of one head to codes, by the best scale tried, which is returned; NaN where y is not finite, or so
+// large that no scale has an error that is. Scales of a byte are tried beyond TRIED as long as each is better.
 template <class Scale>
 static Scale quantize_coordinates(const float* y, std::int64_t size, const Coordinates& of, std::int64_t head,
                                   std::uint8_t* codes) {
@@ -264,7 +264,9 @@ static Scale quantize_coordinates(const float* y, std::int64_t size, const Coord
     float least = std::numeric_limits<float>::infinity(), chosen = 1.0f;
     Scale best;
     best.bits = static_cast<decltype(best.bits)>(sizeof best == 1 ? 0x7e00u >> 7 : 0x7fc0u);  // a NaN
-    for (int i = 0; i < TRIED; ++i) {
+    constexpr bool GOES_ON = sizeof(Scale) == 1;
+    bool better = false;
+    for (int i = 0; i < TRIED || (GOES_ON && better); ++i) {
         Scale tried;
         candidate(length, i, &tried);
         const float scale = to_float(tried), by = scale < TINY ? 1.0f : scale;
@@ -279,7 +281,8 @@ static Scale quantize_coordinates(const float* y, std::int64_t size, const Coord
             error = fma(off * off, load(weights + d), error);
         }
         const float found = sum(error);
-        if (!(found < least)) continue;
+        better = found < least;
+        if (!better) continue;
         least = found;
         best = tried;
         chosen = by;

@@ -21,7 +21,7 @@ constexpr float LOG2E = 1.44269504088896341f;
 constexpr std::int64_t LEAST_RUNS = 8;          // that a share of a sequence comes to
 
 constexpr std::int64_t MOST_BITS = 6;           // of a coordinate
-constexpr int TRIED = 8;  // scales of a head: shares of its size, or what is added to it as a byte
+constexpr int TRIED = 8;  // scales of every head: shares of its size, or what is added to it as a byte
 constexpr float STEPS[TRIED] = {0.75f, 0.825f, 0.9f, 0.975f, 1.05f, 1.125f, 1.2f, 1.3f};
 constexpr int LEAST_BYTE = -3;
 

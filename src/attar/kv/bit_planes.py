@@ -13,7 +13,8 @@ has bits; a coordinate of no bits is zero. The scale is the candidate with the l
 `weights`. Candidates are numbers that can be stored, so the tested scale is the one that is read. A scale is a
 bfloat16. In a calibrated basis it is a byte, the upper half of a float16 without its sign (five bits of exponent and
 three of fraction): neighbours are 6 to 12 % apart, like the candidates, and the byte saved is better spent on bits of
-codes.
+codes. In such a basis one coordinate can have most of a token's size, as in keys of attention sinks. It would lie
+beyond all levels of a scale near the root mean square, so candidates go on there.
 
 Codes lie by buckets of 8 coordinates and runs of 16 slots, 128 codes in the order of an int8 product:
 
@@ -41,7 +42,9 @@ from attar.kv.schemes import BUCKET, LEVELS, MOST_BITS, RUN, UNIT
 
 STEPS = (0.75, 0.825, 0.9, 0.975, 1.05, 1.125, 1.2, 1.3)
 """Candidates for a scale in bfloat16, as shares of the root mean square."""
-BYTES = range(-3, 5)  # candidates for a scale of a byte: offsets to the root mean square, which is cut to a byte
+BYTES = range(-3, 5)
+"""Candidates for a scale of a byte, as offsets to the root mean square, which is cut to a byte. Beyond the last, larger
+ones follow as long as each is better than the one before."""
 DROPPED = 7  # bits of a float16 that a byte's scale lacks
 INFINITE = 0x7C00 >> DROPPED  # byte; those above are NaN
 LAST = 127  # level
@@ -145,14 +148,18 @@ def quantize(y: Tensor, basis: Basis, dtype: torch.dtype = torch.bfloat16) -> tu
     size = (y * basis.shares).square().sum(-1).sqrt()
     best = torch.full_like(size, torch.inf)
     codes, scales = torch.zeros_like(y, dtype=torch.uint8), torch.full_like(size, torch.nan)
-    for scale in _candidates(size, dtype):
+    better = torch.zeros_like(size, dtype=torch.bool)
+    for number, scale in enumerate(_candidates(size, dtype)):
+        going = better if number >= len(BYTES) else True  # past the candidates of every head
         s = torch.where(scale < SMALLEST, 1.0, scale)
         at = (y * (1 / s)[..., None]).clamp(-LAST, LAST).round().long() + LAST
         code = nearest[basis.columns, at]
         error = ((y - scale[..., None] * levels[basis.columns, code.long()]).square() * basis.weights).sum(-1)
-        better = error < best
+        better = (error < best) & going
         best, scales = torch.where(better, error, best), torch.where(better, scale, scales)
         codes = torch.where(better[..., None], code, codes)
+        if number >= len(BYTES) - 1 and not better.any():
+            break
     scales = torch.where(finite, scales, torch.nan)
     return codes, scales.bfloat16() if dtype == torch.bfloat16 else _upper_half(scales.half())
 
@@ -163,7 +170,7 @@ def _candidates(size: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
         yield from ((size * step).bfloat16().float() for step in STEPS)
         return
     half = size.half()
-    for more in BYTES:
+    for more in range(BYTES.start, INFINITE):
         scale = widen((_upper_half(half).int() + more).clamp(0, INFINITE).to(torch.uint8))
         yield torch.where(half.isfinite(), scale, torch.inf)  # a byte cannot reach it: no error can be best
 

@@ -56,12 +56,15 @@ def channels(size: int, kind: KvScheme, scaled: bool, seed: int) -> Channels:
     return Channels(randn(HEADS, size, seed=seed) * 0.1, spread, levels, scaled)
 
 
-def likely(rows: int, pages: PagedKV, seed: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [rows, G, D] that the pages' bases are made for."""
+def likely(rows: int, pages: PagedKV, seed: int, spiked: bool = False) -> tuple[Tensor, Tensor]:
+    """Keys and values [rows, G, D] that the pages' bases are made for. `spiked`: some values have a coordinate that is
+    most of their size, for which more scales are tried."""
     unit = UNIT if pages.scheme.byte_scales else 1.0
     keys, values = (randn(rows, HEADS, pages.head_dim, seed=seed + i) * unit for i in (0, 1))
     if pages.bases is None:
         return keys, values
+    if spiked:
+        values[::7, :, 0] *= 20
     return pages.bases.keys.turn_back(keys).contiguous(), pages.bases.values.turn_back(values).contiguous()
 
 
@@ -147,7 +150,7 @@ def test_write_kv(kv: str, size: int, turned: int, normed: bool) -> None:
     """Two calls that share a block: what is there already stays. Levels agree to the bit, and with the reference but
     for codes that lay between two."""
     rows, heads, size = 60, 4, whole(kv, size)
-    both = likely(rows, empty(kv, 1, size), 40)
+    both = likely(rows, empty(kv, 1, size), 40, spiked=True)
     x = torch.cat((randn(rows, heads, size) * 2, *both), 1)  # columns of one matrix
     angle = randn(rows, turned // 2, seed=1) * 5
     rotation = Rotation(angle.cos(), angle.sin(), torch.arange(rows).int())
