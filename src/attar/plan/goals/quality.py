@@ -81,7 +81,7 @@ KV: Mapping[str, Quality] = {
     "int8": ranged(0.00006, 0.0152),
     "fp8": ranged(0.0003, 0.0041),
     "kivi4": ranged(0.00019, 0.0073),
-    "klt4": ranged(0.00285, 0.133),
+    "klt4": ranged(0.00285, 0.0232),
     "int4": ranged(0.00957, 0.043),
     "kivi2": ranged(0.01216, 0.210),
 }
