@@ -25,7 +25,8 @@ done
 # Python itself is not built with the sanitizers, so their runtimes come first of all.
 attention="tree_of_guesses or explicit_positions or sees_nothing or not_a_number or write_kv or refused or long_decode"
 left_out="process or runtime or compressed_tensors or memory_does_not"  # other processes, other packages, memory
-left_out+=" or limits_are_measured or two_thousand_rows"                # slow, and with nothing that the rest has not
+# Slow, and with nothing that the rest has not.
+left_out+=" or limits_are_measured or two_thousand_rows or (sparse_prefill and (any_chunks or loses_more))"
 LD_PRELOAD="$("$compiler" -print-file-name=libasan.so) $("$compiler" -print-file-name=libubsan.so)" \
 ASAN_OPTIONS=detect_leaks=0 OMP_WAIT_POLICY=passive "$bin/python" -m tools.with_extension "$build"/_native*.so \
     -q --capture=sys -k "(not test_attention or $attention) and not ($left_out)" tests/kernels/native "$@"
